@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 
 from qkv.attention.signature import Input, fixed_size
 from qkv.attention.variant import Variant
-from qkv.client.figures.heat_maps import Labels, Panel, Scale, draw_panels
+from qkv.client.figures.heat_maps import Labels, Panel, draw_panels
+from qkv.client.figures.scale import Scale
 from qkv.engine import local
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message

@@ -197,7 +197,7 @@ def test_wheel_has_the_files_of_the_package_and_no_others(installed: Installed) 
         generator = wheel.read(info).decode()
     metadata = {name for name in names if ".dist-info/" in name}
     assert names - metadata == package_files()
-    assert "qkv/py.typed" in names
+    assert {"qkv/py.typed", "qkv/attention/variants/pictures/softmax.svg"} <= set(names)
     assert any(name.endswith("/LICENSE") for name in metadata)
     (pin,) = re.findall(r"^hatchling==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert f"Generator: hatchling {pin}\n" in generator

@@ -353,6 +353,8 @@ def pdf_texts(data: bytes) -> list[str]:
     return [b"".join(found).replace(b"\0", b"").decode("latin1") for found in parts]
 
 
+@pytest.mark.slow
+@pytest.mark.representative
 def test_figure_is_saved_with_savefig(tmp_path: Path) -> None:
     figure = run(weights=softmax(1, 1, 12, 12)).figure(tokens=["$x_1$", *WORDS[1:]])
     figure.savefig(tmp_path / "a.pdf")

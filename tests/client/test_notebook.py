@@ -49,6 +49,7 @@ def test_run_without_a_matrix_has_a_table_alone(outputs: dict[str, Any]) -> None
     assert "<img" not in page
 
 
+@pytest.mark.slow
 def test_long_weights_stay_small_in_a_notebook() -> None:
     weights = np.random.default_rng(0).dirichlet(np.ones(1000), (16, 1000)).astype(np.float32)
     assert len(Run("softmax", {"weights": weights[None]}, TIMING)._repr_html_()) < 2_000_000

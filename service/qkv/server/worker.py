@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
 import torch
@@ -104,7 +105,7 @@ async def _serve(app: FastAPI, sockets: Sequence[socket.socket], parent_alive_fd
         acceptor = Acceptor(
             listening,
             runtime.worker,
-            lambda: HttpConnection(server),
+            partial(HttpConnection, server),
             lambda: len(server.connections),
         )
         acceptor.open()
@@ -128,7 +129,7 @@ async def _serving_metrics(
     accepting, servers = [], []
     for listening in sockets:
         server = _new_server(new_metrics_asgi(runtime, listening.getsockname()[:2]), runtime)
-        accepting.append(await loop.create_server(server.new_connection, sock=listening))
+        accepting.append(await loop.create_server(partial(HttpConnection, server), sock=listening))
         servers.append(server)
     try:
         yield

@@ -7,7 +7,8 @@ from typing import Final
 import numpy as np
 from matplotlib.figure import Figure
 
-from qkv.client.figures.heat_maps import Labels, Panel, Scale, draw_panels
+from qkv.client.figures.heat_maps import Labels, Panel, draw_panels
+from qkv.client.figures.scale import Scale
 
 __all__ = ["draw_errors"]
 

@@ -11,7 +11,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qkv.client.figures.heat_maps import Labels, Panel, Scale, draw_panels
+from qkv.client.figures.heat_maps import Labels, Panel, draw_panels
+from qkv.client.figures.scale import Scale
 
 __all__ = ["draw_heads"]
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, Self
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import FuncNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from qkv.client.figures.scale import Scale
 from qkv.client.figures.tokens import count_columns, shorten, visible
 
-__all__ = ["Labels", "Panel", "Scale", "draw_panels", "figure_of"]
+__all__ = ["Labels", "Panel", "draw_panels", "figure_of"]
 
-_DIVERGING: Final = "RdBu"  # red below 0, blue above: no colour blindness confuses them
 _LETTER: Final = 0.62  # width of a letter by the size of its font
 _NUMBER: Final = 0.8  # size of a number in a cell by that of the labels
 _LINE: Final = 1.25  # height of a line by the size of its font
@@ -98,55 +97,6 @@ class Panel(NamedTuple):
             width = height = max(min(width, height), _LEAST_SIDE / max(rows, columns))
             return columns * width, rows * height
         return max(columns * width, _LEAST_SIDE), max(rows * height, _LEAST_SIDE)
-
-
-class Scale(NamedTuple):
-    """The colours of numbers.
-
-    Attributes:
-        norm: of matplotlib; a scale with two signs has 0 in its middle.
-        cmap: name of a colour map.
-    """
-
-    norm: Normalize
-    cmap: str
-
-    @classmethod
-    def by_root(cls, matrices: Iterable[np.ndarray]) -> Self:
-        """Returns a scale by the square root, which tells small weights from 0."""
-        low, high = _limits(matrices)
-        return cls(FuncNorm((_root, _square), vmin=low, vmax=high), _cmap(low, high))
-
-    @classmethod
-    def linear(
-        cls, matrices: Iterable[np.ndarray], limits: tuple[float, float] | None = None
-    ) -> Self:
-        """Returns a linear scale, with these limits if they are given."""
-        low, high = limits or _limits(matrices)
-        if low < 0 < high:
-            low, high = -max(-low, high), max(-low, high)
-        return cls(Normalize(low, high), _cmap(low, high))
-
-
-def _limits(matrices: Iterable[np.ndarray]) -> tuple[float, float]:
-    """Returns 0 and the largest number, or the same size on both sides of 0."""
-    numbers = np.concatenate([np.ma.masked_invalid(matrix).compressed() for matrix in matrices])
-    most = float(np.abs(numbers).max(initial=0.0)) or 1.0
-    return -most if (numbers < 0).any() else 0.0, most
-
-
-def _cmap(low: float, high: float) -> str:
-    return _DIVERGING if low < 0 < high else str(mpl.rcParams["image.cmap"])
-
-
-def _root(numbers: np.ndarray) -> np.ndarray:
-    found: np.ndarray = np.sign(numbers) * np.sqrt(np.abs(numbers))
-    return found
-
-
-def _square(numbers: np.ndarray) -> np.ndarray:
-    found: np.ndarray = np.sign(numbers) * np.square(numbers)
-    return found
 
 
 def draw_panels(
@@ -273,16 +223,17 @@ def _draw(ax: Axes, panel: Panel, scale: Scale, size: tuple[float, float]) -> Ax
     step = math.ceil(line / width) if is_turned else 1
     _label(ax.xaxis, panel.columns, range(0, columns, step), 90 if is_turned else 0)
     _label(ax.yaxis, panel.rows, range(0, rows, math.ceil(line / height)), 0)
-    letters = max((len(text) for row in panel.numbers for text in row), default=0)
-    if letters * _LETTER * _NUMBER * _tick_points() < width and _NUMBER * line < height:
-        _write_numbers(ax, image, panel)
+    if panel.numbers:
+        letters = max(len(text) for row in panel.numbers for text in row)
+        if letters * _LETTER * _NUMBER * _tick_points() < width and _NUMBER * line < height:
+            _write_numbers(ax, image, panel)
     return image
 
 
 def _write_numbers(ax: Axes, image: AxesImage, panel: Panel) -> None:
     """Writes the number into each cell, in black or white."""
     for (i, j), number in np.ndenumerate(panel.matrix):
-        if panel.numbers and number == number:
+        if number == number:
             red, green, blue, _ = image.cmap(image.norm(number))
             is_light = 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.5
             ax.text(

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qkv.client.arrays import to_raw
-from qkv.client.figures.heat_maps import Labels, Panel, Scale, draw_panels
+from qkv.client.figures.heat_maps import Labels, Panel, draw_panels
+from qkv.client.figures.scale import Scale
 from qkv.client.figures.tokens import Tokens, check_count, choose_tokens
 
 if TYPE_CHECKING:
