@@ -177,6 +177,8 @@ def test_one_head_is_drawn_into_given_axes() -> None:
     assert not left.images
     assert right.get_title() == "mine"
     assert (matrix(right) == drawn.weights[0, 2]).all()
+    drawn.figure(ax=left, heads=[2])
+    assert left.get_title() == "softmax, stochastic weights, head 2 of 3"
     with pytest.raises(ValueError, match="ax holds one panel: got 3 panels"):
         drawn.figure(ax=left)
 

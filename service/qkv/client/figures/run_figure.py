@@ -139,7 +139,9 @@ def _title(run: Run, choice: _Choice) -> str:
     if choice.sequences > 1:
         parts.append(f"sequence {choice.batch} of {choice.sequences:,}")
     if choice.heads is not None and len(choice.heads) < choice.head_count:
-        parts.append(f"{len(choice.heads)} of {choice.head_count:,} heads")
+        chosen, *others = choice.heads
+        which = f"{len(choice.heads)} of {choice.head_count:,} heads"
+        parts.append(which if others else f"head {chosen} of {choice.head_count:,}")
     return ", ".join(parts)
 
 

@@ -1,5 +1,4 @@
-// Maps numbers to colours: blue above 0, orange below. OKLCH gives even steps of perceived lightness;
-// the pictures of the variants use the same colours.
+// Maps numbers to colours: blue above 0, orange below. OKLCH gives even steps of perceived lightness.
 
 const SHADE_COUNT = 256;
 
