@@ -93,7 +93,7 @@ def measure_one_client(service: Service, plan: Plan) -> Table:
 
 def _time_bare_calls(tensors: dict[str, torch.Tensor], duration_s: float) -> list[float]:
     """Returns the milliseconds of each bare call, after a warm-up."""
-    (q, k, v), times_ms = tensors.values(), []
+    (q, k, v), times_ms = tensors.values(), list[float]()
     with torch.inference_mode():
         for _ in range(WARM_UP):
             torch.nn.functional.scaled_dot_product_attention(q, k, v)

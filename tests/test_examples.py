@@ -87,6 +87,7 @@ def test_page_of_the_oracle_has_the_counts_of_its_notebook() -> None:
     assert counts.strip().replace("\n", " ") in (ROOT / "docs/oracle.md").read_text()
 
 
+@pytest.mark.slow
 def test_closest_head_of_linear_attention_has_the_stored_figures() -> None:
     """Computes them again from the formula, in float64, with the model's own queries and keys."""
     _, place, error, variation, _, entropy, baseline_entropy = rows_of("which-heads", "variant")[0]
