@@ -34,7 +34,7 @@ from support.soak_requests import LENGTHS, SoakRequest, generate_soak_requests
 
 CLIENTS: Final = 2
 MAX_BODY_BYTES: Final = 4 << 20  # QKV_MAX_BODY_BYTES of the service
-MAX_RESPONSE_BYTES: Final = 16 << 20  # and its QKV_MAX_ANSWER_BYTES
+MAX_RESPONSE_BYTES: Final = 16 << 20  # and its QKV_MAX_RESPONSE_BYTES
 MAX_RISE: Final = 0.03
 """Largest rise of flat memory, as a fraction: of the line through samples after the first third."""
 
@@ -295,7 +295,7 @@ def main() -> None:
     requests = list(generate_soak_requests(LENGTHS, arguments.seed))
     limits = {
         "QKV_MAX_BODY_BYTES": str(MAX_BODY_BYTES),
-        "QKV_MAX_ANSWER_BYTES": str(MAX_RESPONSE_BYTES),
+        "QKV_MAX_RESPONSE_BYTES": str(MAX_RESPONSE_BYTES),
     }
     duration_s = arguments.minutes * 60
     with running_service(**limits) as service:

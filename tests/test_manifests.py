@@ -268,7 +268,7 @@ def test_workers_and_queues_fit_the_limits(overlay: str) -> None:
         assert environment(overlay)["QKV_WORKERS"] == {
             "resourceFieldRef": {"resource": "limits.cpu"}
         }
-        transfers = setting(overlay, "max_body_bytes") + 2 * setting(overlay, "max_answer_bytes")
+        transfers = setting(overlay, "max_body_bytes") + 2 * setting(overlay, "max_response_bytes")
         assert memory(overlay) > cpus * (queue + transfers + GIB // 2)
     else:
         workers = setting(overlay, "workers")

@@ -34,7 +34,7 @@ def soak_requests() -> list[SoakRequest]:
 def test_short_soak_passes(soak_requests: list[SoakRequest]) -> None:
     limits = {
         "QKV_MAX_BODY_BYTES": str(soak.MAX_BODY_BYTES),
-        "QKV_MAX_ANSWER_BYTES": str(soak.MAX_RESPONSE_BYTES),
+        "QKV_MAX_RESPONSE_BYTES": str(soak.MAX_RESPONSE_BYTES),
     }
     with running_service(QKV_WORKERS="2", **limits) as service:
         results = soak.run_soak(service, soak_requests, DURATION_S)

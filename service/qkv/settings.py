@@ -151,7 +151,7 @@ class Settings(BaseSettings):
     max_body_bytes: Annotated[
         int, Field(ge=1, description="Largest request body in bytes; a larger one gets 413.")
     ] = 256 * _MiB
-    max_answer_bytes: Annotated[
+    max_response_bytes: Annotated[
         int, Field(ge=1, description="Largest response in tensor bytes; a larger one gets 413.")
     ] = _GiB
     max_scores: Annotated[

@@ -317,7 +317,7 @@ def test_unknown_variant_is_404(server: Server, client: Client) -> None:
 
 
 def test_limits_hold_for_gradients(serve: Any) -> None:
-    server = serve(max_answer_bytes=100)
+    server = serve(max_response_bytes=100)
     wide = {n: [[0.0] * 20] for n in GOOD}
     assert "bytes" in assert_problem(server.http.post(PATH, json={"inputs": wide}), 413)["detail"]
 

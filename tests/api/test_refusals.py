@@ -126,7 +126,7 @@ def test_error_for_large_weights_names_a_smaller_form(
     problem = assert_problem(post(server, document), 413)
     assert str(20_000 * 20_000 * 4 + 20_000 * 4) in problem["detail"]
     assert '"weights": "none"' in problem["detail"]
-    small = serve(max_answer_bytes=64 * 64 * 4)
+    small = serve(max_response_bytes=64 * 64 * 4)
     case = Case({n: np.ones((64, 1), np.float32) for n in ("query", "key", "value")})
     for outputs, status in ((["output", "weights"], 413), (["weights"], 200), (["output"], 200)):
         assert post(small, case.document | {"outputs": outputs}).status_code == status

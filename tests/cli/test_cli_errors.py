@@ -294,7 +294,7 @@ def test_usage_error_is_one_line(source: Path, tmp_path: Path) -> None:
 def test_response_over_the_limit_of_the_service_is_an_error(
     serve: Callable[..., Server], source: Path, tmp_path: Path
 ) -> None:
-    served = serve(max_answer_bytes=100)
+    served = serve(max_response_bytes=100)
     words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--url", served.url)
     assert "100" in error_of(tmp_path, *words)
 

@@ -378,7 +378,7 @@ def test_form_without_weights_is_rejected(server: Server) -> None:
 
 
 def test_too_large_weights_name_the_smaller_forms(serve: Callable[..., Server]) -> None:
-    server = serve(max_answer_bytes=10_000)
+    server = serve(max_response_bytes=10_000)
     inputs = {n: np.ones((60, 2)).tolist() for n in INPUTS}
     problem = assert_problem(server.http.post(PATH, json={"inputs": inputs}), 413)
     for name in ("stats", "rows", "top_k", "pool", "none"):

@@ -171,7 +171,7 @@ class JobRunner:
 def job_limits(settings: Settings) -> Limits:
     """Returns the limits of a request."""
     return Limits(
-        response_bytes=settings.max_answer_bytes,
+        response_bytes=settings.max_response_bytes,
         job_bytes=settings.max_queue_bytes,
         score_count=settings.max_scores,
     )

@@ -34,15 +34,15 @@ _log = logging.getLogger(__name__)
 @cache
 def _catalogue() -> tuple[Mapping[str, Variant], Mapping[str, BrokenVariant]]:
     """Reads all files; logs those that are broken, once in a process."""
-    found: dict[str, Variant] = {}
+    variants: dict[str, Variant] = {}
     errors: dict[str, BrokenVariant] = {}
     for name in variant_file.module_names():
         try:
-            found[name] = load(variant_file.FOLDER / f"{name}.py")
+            variants[name] = load(variant_file.FOLDER / f"{name}.py")
         except BrokenVariant as error:
             errors[name] = error
             _log.error("%s", error)
-    return found, errors
+    return variants, errors
 
 
 def variants() -> Mapping[str, Variant]:

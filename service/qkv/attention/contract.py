@@ -98,13 +98,13 @@ def _accuracy(variant: Variant) -> str:
     has_reference, worst = hasattr(variant.module, "reference"), 0.0
     for dtype in dtypes_of(variant):
         sizes, tensors = sample(variant, dtype)
-        found = variant.attend(**tensors, outputs=_OUTPUT).output.double()
+        output = variant.attend(**tensors, outputs=_OUTPUT).output.double()
         drawn = variant.random_inputs(tensors)  # as they are drawn for this dtype
         truth = variant.reference(**{n: to_float64(v) for n, v in drawn.items()}).output.double()
         largest = max(float(truth.abs().max()), largest_number(tensors))
         terms = sum(size for letter, size in sizes.items() if letter not in "BHG")
         bound = terms * torch.finfo(dtype).eps * largest
-        error = float((found - truth).abs().max())
+        error = float((output - truth).abs().max())
         if not error <= bound:
             raise Violation(
                 f"output in {_short(dtype)} is off by {error:.1e}: expected at most {bound:.1e} "
@@ -119,13 +119,13 @@ def _accuracy(variant: Variant) -> str:
 def _check_every_output(variant: Variant) -> None:
     """Checks all outputs in float64: two paths that share no code agree to half the digits."""
     _, tensors = sample(variant, torch.float64)
-    found = variant.attend(**tensors, outputs=frozenset(variant.outputs))
+    result = variant.attend(**tensors, outputs=frozenset(variant.outputs))
     truth = variant.reference(**tensors)
     close = math.sqrt(torch.finfo(torch.float64).eps)
     for name in variant.outputs:
         if (expected := getattr(truth, name, None)) is None:
             continue
-        if not torch.allclose(getattr(found, name), expected.double(), rtol=close, atol=close):
+        if not torch.allclose(getattr(result, name), expected.double(), rtol=close, atol=close):
             raise Violation(f"{name} differs from `reference` in more than half of the digits")
 
 
@@ -152,8 +152,9 @@ def _weights(variant: Variant) -> str | None:
         product = (A @ value).view(result.output.shape)
         size = (A.abs() @ value.abs()).view(result.output.shape)
         # a file without `weights` may have sums in the dtype of the request
-        own, narrow = eps if variant.has_row_blocks else torch.finfo(dtype).eps, torch.finfo(dtype)
-        bound = (sizes[letters[-1]] + 2) * own * size + narrow.eps * product.abs()
+        narrow = torch.finfo(dtype)
+        weights_eps = eps if variant.has_row_blocks else narrow.eps
+        bound = (sizes[letters[-1]] + 2) * weights_eps * size + narrow.eps * product.abs()
         error = (result.output.double() - product).abs()
         if not bool((error <= bound).all()):
             raise Violation(
@@ -212,12 +213,12 @@ def _gradients(variant: Variant) -> str:
             float((grad * output_of(variant, tensors | {argument: x + h * direction})).sum())
             for h in (_STEP, -_STEP)
         )
-        expected, found = (ahead - behind) / (2 * _STEP), float((gradient * direction).sum())
+        expected, slope = (ahead - behind) / (2 * _STEP), float((gradient * direction).sum())
         terms = (gradient * direction).abs().sum() + (grad * output).abs().sum()
         bound = 1e4 * _STEP**2 * float(terms)
-        if not abs(found - expected) <= bound:
+        if not abs(slope - expected) <= bound:
             raise Violation(
-                f"the gradient of {name} along a random direction is {found:.9g}: expected "
+                f"the gradient of {name} along a random direction is {slope:.9g}: expected "
                 f"{expected:.9g}, a difference quotient of attend"
             )
     return "by its `backward`" if variant.has_closed_form_gradients else "by autograd"
@@ -249,10 +250,10 @@ def _hard_inputs(variant: Variant) -> str | None:
             for lengths in _LENGTHS:
                 _, tensors = sample(variant, dtype, sizes=lengths)
                 hard = {n: family(t) if t.is_floating_point() else t for n, t in tensors.items()}
-                found = output_of(variant, hard)
+                output = output_of(variant, hard)
                 wide = output_of(variant, {n: to_float64(t) for n, t in hard.items()})
                 fits = wide.abs() <= torch.finfo(dtype).max / 4  # false of NaN and infinity
-                if not bool((found.isfinite() | ~fits).all()) or not bool(wide.isfinite().all()):
+                if not bool((output.isfinite() | ~fits).all()) or not bool(wide.isfinite().all()):
                     case = f"{title} in {_short(dtype)} give NaN or infinity"
                     if dtype == score_dtype(dtype):
                         raise Violation(

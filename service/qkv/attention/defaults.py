@@ -59,18 +59,18 @@ class CompleteAttend:
         Raises:
             ValueError: a tensor's shape is not that of its annotation.
         """
-        own = outputs & ({"output"} if self._returned is None else self._returned)
+        returned = outputs & ({"output"} if self._returned is None else self._returned)
         values: dict[str, Any] = {**dict.fromkeys(self._outputs), "backend": "explicit"}
-        if own:
-            selected = {"outputs": own} if self._takes_outputs else {}
+        if returned:
+            selected = {"outputs": returned} if self._takes_outputs else {}
             result = self._attend(**arguments, **selected)
             if self._returned is None:
                 values["output"] = result
             else:
-                values |= {name: getattr(result, name) for name in own}
+                values |= {name: getattr(result, name) for name in returned}
                 values["backend"] = getattr(result, "backend", "explicit")
         sizes = self._sizes(arguments)
-        if "weights" in outputs - own:
+        if "weights" in outputs - returned:
             rows = sizes[self._outputs["weights"].letters[-2]]
             values["weights"] = self._weights(arguments)(slice(0, rows))
         for name in outputs:
@@ -90,7 +90,7 @@ class CompleteAttend:
             raise ValueError(f"{self._name}: attend's {name} is a {type(tensor).__name__}")
         expected = [fixed_size(x) or sizes.get(x) for x in letters]
         if len(expected) != tensor.ndim or any(
-            size not in (None, found) for size, found in zip(expected, tensor.shape, strict=True)
+            size not in (None, actual) for size, actual in zip(expected, tensor.shape, strict=True)
         ):
             raise ValueError(
                 f"{self._name}: attend's {name} has shape {list(tensor.shape)}: expected "
@@ -116,18 +116,17 @@ def backward_by_autograd(
         By wire name, for each floating input among the arguments, in its shape.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        own = dict(arguments)
+        copies = dict(arguments)
         leaves = {}
         for name, value in arguments.items():  # copies: autograd cannot save inference tensors
             if isinstance(value, Tensor):
-                own[name] = value.to(torch.float64, copy=True) if value.is_floating_point() else (
-                    value.clone()
-                )  # fmt: skip
+                is_floating = value.is_floating_point()
+                copies[name] = value.to(torch.float64, copy=True) if is_floating else value.clone()
         for spec in inputs.values():
-            tensor = own.get(spec.argument)
+            tensor = copies.get(spec.argument)
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 leaves[spec.name] = tensor.requires_grad_()
-        output = attend(**own)
+        output = attend(**copies)
         if not output.requires_grad:  # it depends on no input in a differentiable way
             return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
         gradients = torch.autograd.grad(

@@ -90,25 +90,26 @@ class IdentityWeights:
         planes, S = full.shape[:-2].numel(), self._given.shape[-2]
         for block in row_blocks(rows.stop - rows.start, planes * S, self._elements):
             own_rows = slice(rows.start + block.start, rows.start + block.stop)
-            own = self._slice_rows(own_rows)
-            part, found = self._all_columns(own), self._attend_to(probe, own)
+            block_arguments = self._slice_rows(own_rows)
+            part = self._all_columns(block_arguments)
+            output = self._attend_to(probe, block_arguments)
             size = part.abs().sum(-1, keepdim=True) * probe.abs().max()
             bound = _TOLERANCE * torch.finfo(self._dtype).eps * size
-            if not bool(((found - full[..., own_rows, :]).abs() <= bound).all()):
+            if not bool(((output - full[..., own_rows, :]).abs() <= bound).all()):
                 return None  # a row depends on its position, or on other rows
             parts.append(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
     def _slice_rows(self, rows: slice) -> dict[str, Any]:
         """Returns the arguments with these rows only."""
-        own = dict(self._wide)
+        sliced = dict(self._wide)
         for spec in self._sliced:
             axis, tensor = spec.letters.index(self._rows_axis), self._wide[spec.argument]
             if tensor.shape[axis] > 1:
-                own[spec.argument] = tensor.narrow(axis, rows.start, rows.stop - rows.start)
-        return own
+                sliced[spec.argument] = tensor.narrow(axis, rows.start, rows.stop - rows.start)
+        return sliced
 
-    def _all_columns(self, own: Mapping[str, Any]) -> Tensor:
+    def _all_columns(self, block_arguments: Mapping[str, Any]) -> Tensor:
         """Returns the output with the identity as values, computed in blocks of columns."""
         given, dtype, (S, E) = self._given, self._dtype, self._given.shape[-2:]
         planes = given.shape[:-2].numel()
@@ -121,11 +122,11 @@ class IdentityWeights:
             columns[..., start : start + count, :count] = torch.eye(
                 count, dtype=dtype, device=given.device
             )
-            parts.append(self._attend_to(columns, own)[..., :count])
+            parts.append(self._attend_to(columns, block_arguments)[..., :count])
         return torch.cat(parts, -1)
 
-    def _attend_to(self, values: Tensor, own: Mapping[str, Any]) -> Tensor:
-        return self._attend(**{**own, self._value_spec.argument: values})
+    def _attend_to(self, values: Tensor, block_arguments: Mapping[str, Any]) -> Tensor:
+        return self._attend(**{**block_arguments, self._value_spec.argument: values})
 
     @cached_property
     def _probe(self) -> Tensor:

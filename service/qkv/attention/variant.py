@@ -179,8 +179,8 @@ class Variant:
         return self._text("WEIGHTS", "unnormalised")
 
     def _text(self, name: str, default: str) -> str:
-        own: str | None = getattr(self.module, name, None)
-        return own or variant_file.docstring_field(self.module, name.capitalize()) or default
+        constant: str | None = getattr(self.module, name, None)
+        return constant or variant_file.docstring_field(self.module, name.capitalize()) or default
 
     @property
     def refuses(self) -> Mapping[str, str]:

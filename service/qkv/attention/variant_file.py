@@ -65,8 +65,8 @@ def example() -> str:
     """Returns the smallest variant file: the first block of Python in `variants/README.md`."""
     page = FOLDER / "README.md"
     text = page.read_text() if page.exists() else ""
-    found = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return "" if found is None else found[1]
+    match = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return "" if match is None else match[1]
 
 
 def module_names() -> list[str]:
@@ -131,8 +131,8 @@ def docstring_field(module: ModuleType, name: str) -> str | None:
     It ends before the next such line or an empty line; its last full stop is left out.
     """
     text = inspect.getdoc(module) or ""
-    found = re.search(rf"^{name}:(.*(?:\n(?![A-Z]\w*:|\s*$).*)*)", text, re.MULTILINE)
-    return None if found is None else " ".join(found[1].split()).removesuffix(".") or None
+    match = re.search(rf"^{name}:(.*(?:\n(?![A-Z]\w*:|\s*$).*)*)", text, re.MULTILINE)
+    return None if match is None else " ".join(match[1].split()).removesuffix(".") or None
 
 
 def check_texts(module: ModuleType) -> None:

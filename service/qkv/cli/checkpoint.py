@@ -135,14 +135,14 @@ def _find_in(folder: Path) -> Path:
         if (folder / name).exists():
             return folder / name
     files = sorted(p for p in folder.iterdir() if p.is_file())
-    found = [p for p in files if p.name.endswith(f"{SUFFIX}{_INDEX}")]
-    found = found or [p for p in files if p.suffix == SUFFIX]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(p.name for p in found[:4])
+    models = [p for p in files if p.name.endswith(f"{SUFFIX}{_INDEX}")]
+    models = models or [p for p in files if p.suffix == SUFFIX]
+    if len(models) == 1:
+        return models[0]
+    if models:
+        names = ", ".join(p.name for p in models[:4])
         raise InvalidContent(
-            f"{folder} has {len(found)} models: got {names}{', ...' if len(found) > 4 else ''}; "
+            f"{folder} has {len(models)} models: got {names}{', ...' if len(models) > 4 else ''}; "
             "name one of them"
         )
     for path in files:

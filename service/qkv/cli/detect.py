@@ -92,13 +92,13 @@ def detect(
         if local:
             from qkv.engine.local import detect as detect_locally
 
-            found = [Detected.from_json(candidate) for candidate in detect_locally(message)]
+            candidates = [Detected.from_json(candidate) for candidate in detect_locally(message)]
         else:
-            found = send(url, api_key, build_detect_message(message))
+            candidates = send(url, api_key, build_detect_message(message))
     if as_json:
-        echo(json.dump({"detected": [candidate.as_json() for candidate in found]}))
+        echo(json.dump({"detected": [candidate.as_json() for candidate in candidates]}))
     else:
-        echo(_table(found).text(line_width()))
+        echo(_table(candidates).text(line_width()))
 
 
 def _read_check(path: Path) -> dict[str, RawTensor]:
@@ -114,7 +114,7 @@ def _read_check(path: Path) -> dict[str, RawTensor]:
     return tensors
 
 
-def _table(found: Sequence[Detected]) -> Table:
+def _table(candidates: Sequence[Detected]) -> Table:
     rows = [
         [
             candidate.layout,
@@ -125,7 +125,7 @@ def _table(found: Sequence[Detected]) -> Table:
             "yes" if candidate.causal else "no",
             f"{candidate.error:.2g}",
         ]
-        for candidate in found
+        for candidate in candidates
     ]
     header = ["layout", "heads", "kv_heads", "positions", "scale", "causal", "error"]
     return Table(header, [("candidates, best first", rows)])

@@ -43,12 +43,12 @@ def layers(source: Path, as_json: bool) -> None:
         shapes = _shapes(source)
         from qkv.engine.local import layers as find_layers
 
-        found = find_layers(shapes)
-        if not found and not as_json:
+        entries = find_layers(shapes)
+        if not entries and not as_json:
             names = ", ".join(map(repr, list(shapes)[:4])) or "no tensor"
             more = f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
             raise InvalidContent(f"{source} has no attention layer: got {names}{more}")
-    echo(json.dump(found) if as_json else _table(source, found).text(line_width()))
+    echo(json.dump(entries) if as_json else _table(source, entries).text(line_width()))
 
 
 def _shapes(source: Path) -> dict[str, tuple[int, ...]]:
@@ -59,13 +59,13 @@ def _shapes(source: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in message.tensors.items()}
 
 
-def _table(source: Path, found: Sequence[Mapping[str, Any]]) -> Table:
-    count = "1 attention layer" if len(found) == 1 else f"{len(found)} attention layers"
-    notes = [f"{layer['prefix']}: {layer['problem']}" for layer in found if layer["problem"]]
-    notes += [f"{layer['prefix']} has attention sinks." for layer in found if layer["sinks"]]
-    if any(len(layer["layouts"]) > 1 for layer in found):
+def _table(source: Path, entries: Sequence[Mapping[str, Any]]) -> Table:
+    count = "1 attention layer" if len(entries) == 1 else f"{len(entries)} attention layers"
+    notes = [f"{layer['prefix']}: {layer['problem']}" for layer in entries if layer["problem"]]
+    notes += [f"{layer['prefix']} has attention sinks." for layer in entries if layer["sinks"]]
+    if any(len(layer["layouts"]) > 1 for layer in entries):
         notes.append("Several layouts fit the same names and shapes: name the right one.")
-    return Table(_HEAD, [(f"{count} in {source.name}", list(map(_row, found)))], notes)
+    return Table(_HEAD, [(f"{count} in {source.name}", list(map(_row, entries)))], notes)
 
 
 def _row(layer: Mapping[str, Any]) -> list[str]:

@@ -26,4 +26,4 @@ def escape_controls(text: str) -> str:
 
     Strings of JSON stay the same strings: these are escapes of JSON too.
     """
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -35,12 +35,12 @@ def variants(name: str | None, url: str, api_key: str | None, local: bool) -> No
         for v in catalogue:
             echo(f"{v['variant']:{width}}  {v['summary']}")
         return
-    found = [v for v in catalogue if v["variant"] == name]
-    if not found:
+    matching = [v for v in catalogue if v["variant"] == name]
+    if not matching:
         raise click.ClickException(
             f"no variant {name!r}: expected one of {', '.join(v['variant'] for v in catalogue)}"
         )
-    _describe(found[0])
+    _describe(matching[0])
 
 
 def _describe(variant: dict[str, Any]) -> None:

@@ -85,9 +85,9 @@ class Comparison(CompareResponse):
             ),
             ("cost", _table_rows(_COST_MEASURES, every)),
         ]
-        own = f"{anchor} is the baseline: its own distance is to its run in float64."
+        baseline_note = f"{anchor} is the baseline: its own distance is to its run in float64."
         spread = "In brackets: the worst row, the range of entropies, the range of times."
-        return Table(["", *_labels(every)], sections, [own, spread, *self.notes])
+        return Table(["", *_labels(every)], sections, [baseline_note, spread, *self.notes])
 
     def _every(self) -> list[VariantComparison]:
         """Returns the baseline, and the variants other than the baseline."""
@@ -104,8 +104,8 @@ def _is_same_variant(one: VariantComparison, other: VariantComparison) -> bool:
 
 
 def _relative_error(entry: VariantComparison) -> str:
-    found = None if entry.output is None else entry.output.relative_error
-    return f"relative error {format_number(found)}"
+    error = None if entry.output is None else entry.output.relative_error
+    return f"relative error {format_number(error)}"
 
 
 Compared: TypeAlias = VariantComparison | HeadFigures
@@ -121,17 +121,20 @@ def _table_rows(
 
 def _divergence_text(name: str) -> Measure:
     def format_entry(entry: Compared) -> str:
-        found = entry.weights and getattr(entry.weights, name)
-        return f"{format_number(found.mean)} ({format_number(found.worst)})" if found else "–"
+        divergence = entry.weights and getattr(entry.weights, name)
+        if not divergence:
+            return "–"
+        return f"{format_number(divergence.mean)} ({format_number(divergence.worst)})"
 
     return format_entry
 
 
 def _entropy_text(entry: Compared) -> str:
-    found = entry.weights and entry.weights.entropy
-    if not found:
+    entropy = entry.weights and entry.weights.entropy
+    if not entropy:
         return "–"
-    return f"{format_number(found.mean)} ({format_number(found.least)}–{format_number(found.most)})"
+    mean, least, most = map(format_number, (entropy.mean, entropy.least, entropy.most))
+    return f"{mean} ({least}–{most})"
 
 
 def _milliseconds_text(entry: VariantComparison) -> str:
@@ -144,9 +147,9 @@ def _milliseconds_text(entry: VariantComparison) -> str:
 
 def _distance_text(name: str) -> Measure:
     def format_entry(entry: Compared) -> str:
-        found: float | None = getattr(entry.output, name, None)
+        distance: float | None = getattr(entry.output, name, None)
         # all digits of a cosine matter: it is close to 1
-        return f"{found:.7f}" if found and name == "cosine" else format_number(found)
+        return f"{distance:.7f}" if distance and name == "cosine" else format_number(distance)
 
     return format_entry
 

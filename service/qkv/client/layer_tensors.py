@@ -44,15 +44,15 @@ def below(names: Iterable[str], prefix: object, pointer: str = "") -> list[str]:
     Raises:
         InvalidContent: there are names, and none has the prefix.
     """
-    found = list(names)
-    if not found or not prefix or not isinstance(prefix, str):
-        return found  # the service rejects a prefix that is no string
+    known = list(names)
+    if not known or not prefix or not isinstance(prefix, str):
+        return known  # the service rejects a prefix that is no string
     whole = prefix if prefix.endswith(".") else f"{prefix}."
-    if selected := [name for name in found if name.startswith(whole)]:
+    if selected := [name for name in known if name.startswith(whole)]:
         return selected
     raise InvalidContent(
         f"prefix fits no tensor: got {prefix!r:.200}, expected the beginning of "
-        f"{found[0]!r:.200} or another",
+        f"{known[0]!r:.200} or another",
         pointer=f"{pointer}/prefix",
     )
 

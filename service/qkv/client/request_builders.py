@@ -206,8 +206,8 @@ def build_choice(variant: Choice, parameters: Mapping[str, Any]) -> dict[str, An
     """Returns a variant as an object. Its own parameters override those shared by all."""
     if isinstance(variant, str):
         return {"variant": variant, "parameters": dict(parameters)}
-    own = _json_parameters(variant.get("parameters", {}))
-    return {**variant, "parameters": {**parameters, **own}}
+    given = _json_parameters(variant.get("parameters", {}))
+    return {**variant, "parameters": {**parameters, **given}}
 
 
 def build_convert(

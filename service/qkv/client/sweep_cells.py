@@ -156,9 +156,9 @@ class SweepResults:
 
     def _table(self) -> Table:
         names = self.names
-        found = {(cell.length, cell.index): cell for cell in self.cells}
+        cell_at = {(cell.length, cell.index): cell for cell in self.cells}
         rows = [
-            [f"{length:,}", *(_cell_text(found.get((length, index))) for index in names)]
+            [f"{length:,}", *(_cell_text(cell_at.get((length, index))) for index in names)]
             for length in sorted({cell.length for cell in self.cells})
         ]
         failed = [cell for cell in self.cells if cell.problem is not None]

@@ -147,13 +147,13 @@ def variant_labels(named: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
     A label is the name. Variants of the same name get a line for each parameter that differs.
     """
-    found = []
+    labels = []
     for name, parameters in named:
         others = [p for other, p in named if other == name]
         distinguishing = [
             n for n in parameters if any(n not in p or p[n] != parameters[n] for p in others)
         ]
-        found.append(
+        labels.append(
             "\n".join([name, *(f"{n}={json.dumps(parameters[n])}" for n in distinguishing)])
         )
-    return found
+    return labels

@@ -143,14 +143,14 @@ def convert_message(
             "ignored": list(detection.ignored),
         }
         return Message(known | listed, encoding=message.encoding)
-    found = {
+    recognized = {
         "source": best.split.layout,
         "heads": best.split.heads,
         "kv_heads": best.split.kv_heads,
         "prefix": detection.prefix,
         "rope": best.variation.rope,
     }
-    fields = fields.model_copy(update=found)
+    fields = fields.model_copy(update=recognized)
     layer = _read_layer(fields, tensors)
     refuse_doubtful(detection, [*layer.tensors.values(), *check])
     return _converted(layer, fields, message, raise_if_stopped, listed)

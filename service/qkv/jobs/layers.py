@@ -61,14 +61,14 @@ def list_layers(text: bytes, raise_if_stopped: Callable[[], object] = lambda: No
     """
     shapes = _read_shapes(text)
     raise_if_stopped()
-    found = layout_catalogue.find_layers(shapes)
-    if len(found) > _MAX_LAYERS:
+    known_layers = layout_catalogue.find_layers(shapes)
+    if len(known_layers) > _MAX_LAYERS:
         raise InvalidContent(
-            f"there are too many layers: got {len(found)}, expected at most {_MAX_LAYERS}",
+            f"there are too many layers: got {len(known_layers)}, expected at most {_MAX_LAYERS}",
             pointer=pointer_to("shapes"),
         )
     described, size = [], 0
-    for layer in found:
+    for layer in known_layers:
         raise_if_stopped()
         description = _describe(layer)
         if not description["layouts"]:
@@ -78,7 +78,7 @@ def list_layers(text: bytes, raise_if_stopped: Callable[[], object] = lambda: No
         if size > MAX_LIST_BYTES:
             raise PayloadTooLarge(
                 f"the list of layers is too long: got more than {MAX_LIST_BYTES} bytes for "
-                f"{len(found)} layers, expected fewer layers",
+                f"{len(known_layers)} layers, expected fewer layers",
                 limit=MAX_LIST_BYTES,
             )
     return b"[%b]" % b",".join(described)
@@ -125,12 +125,12 @@ def _error(error: pydantic.ValidationError) -> InvalidContent:
     )
 
 
-def _describe(found: FoundLayer) -> dict[str, Any]:
+def _describe(layer: FoundLayer) -> dict[str, Any]:
     """Returns a layer with the layouts that its tensors fit."""
     layouts = []
-    for name in found.layouts:
+    for name in layer.layouts:
         layout = layout_catalogue.known()[name]
-        sizes = sizes_of(layout, found.shapes)
+        sizes = sizes_of(layout, layer.shapes)
         if sizes.problem:
             continue
         layouts.append(
@@ -144,7 +144,7 @@ def _describe(found: FoundLayer) -> dict[str, Any]:
             }
         )
     return {
-        "prefix": found.prefix.rstrip("."),
+        "prefix": layer.prefix.rstrip("."),
         "layouts": layouts,
-        "shapes": {name: list(shape) for name, shape in found.shapes.items()},
+        "shapes": {name: list(shape) for name, shape in layer.shapes.items()},
     }

@@ -37,17 +37,17 @@ def parse_parameters(variant: Variant, fields: JobFields) -> pydantic.BaseModel:
         InvalidContent: a parameter is wrong, or both the request and its layer have it.
     """
     options = parse_layer_options(fields)
-    own = {} if options is None else options.parameters
-    for name in own:
+    of_layer = {} if options is None else options.parameters
+    for name in of_layer:
         if name in fields.parameters:
             raise InvalidContent(
                 f"{name} is given twice: in parameters and in layer",
                 pointer=pointer_to("layer", name),
             )
     try:
-        return variant.parse({**fields.parameters, **own})
+        return variant.parse({**fields.parameters, **of_layer})
     except InvalidContent as error:
-        for name in own:
+        for name in of_layer:
             place = pointer_to("parameters", name)
             if error.pointer is not None and error.pointer.startswith(place):
                 error.pointer = pointer_to("layer", name) + error.pointer.removeprefix(place)

@@ -75,10 +75,10 @@ def check_layers_differ(calls: Sequence[AttentionCall]) -> None:
     Raises:
         InvalidContent: one has.
     """
-    found: dict[str, AttentionCall] = {}
+    call_of_layer: dict[str, AttentionCall] = {}
     for call in calls:
-        if (other := found.get(call.layer)) is None:
-            found[call.layer] = call
+        if (other := call_of_layer.get(call.layer)) is None:
+            call_of_layer[call.layer] = call
             continue
         if other.items != call.items:
             raise InvalidContent(

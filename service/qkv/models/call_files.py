@@ -118,19 +118,19 @@ def _tensors(saved: Sequence[SavedPart]) -> Iterator[tuple[str, Tensor]]:
 
     Those with the widest numbers come first, so that each is aligned to its numbers.
     """
-    found: dict[str, tuple[Tensor, Part | None, Tensor | None]] = {}
+    tensors: dict[str, tuple[Tensor, Part | None, Tensor | None]] = {}
     for n, (call, part) in enumerate(saved):
-        found[f"calls.{n}.query"] = call.query, part, part.queries
-        found[f"calls.{n}.key"] = call.key, part, part.keys
-        found[f"calls.{n}.value"] = call.value, part, part.keys
-        found[f"calls.{n}.output"] = call.output, part, part.queries
+        tensors[f"calls.{n}.query"] = call.query, part, part.queries
+        tensors[f"calls.{n}.key"] = call.key, part, part.keys
+        tensors[f"calls.{n}.value"] = call.value, part, part.keys
+        tensors[f"calls.{n}.output"] = call.output, part, part.queries
         for name, x in (("mask", part.mask), ("sinks", call.sinks)):
             if x is not None:
-                found[f"calls.{n}.{name}"] = x, None, None
-    for name, (x, own, positions) in sorted(
-        found.items(), key=lambda each: -each[1][0].element_size()
+                tensors[f"calls.{n}.{name}"] = x, None, None
+    for name, (x, cut, positions) in sorted(
+        tensors.items(), key=lambda each: -each[1][0].element_size()
     ):
-        yield name, x if own is None else own.select(x, positions)
+        yield name, x if cut is None else cut.select(x, positions)
 
 
 def _call(index: int, facts: CallFacts, file: Any, names: set[str], where: str) -> AttentionCall:

@@ -63,16 +63,16 @@ class Piece(NamedTuple):
         call, part, group = self.call, self.part, _group_size(self.call)
         # query head h reads key head h // group, and that also holds for planes
         keys = self.first // group, (self.last - 1) // group + 1
-        found = {
+        tensors = {
             "query": _planes(call.query, part.items, self.first, self.last, part.queries),
             "key": _planes(call.key, part.items, *keys, part.keys),
             "value": _planes(call.value, part.items, *keys, part.keys),
         }
         if part.mask is not None:
-            found["mask"] = self._mask(part.mask)
+            tensors["mask"] = self._mask(part.mask)
         if call.sinks is not None and "sinks" in inputs:
-            found["sinks"] = call.sinks[self.heads]
-        return found
+            tensors["sinks"] = call.sinks[self.heads]
+        return tensors
 
     def _mask(self, mask: Tensor) -> Tensor:
         """Returns the mask of the planes, which are of one sequence unless all have one mask."""
@@ -124,25 +124,25 @@ def cut(call: ModelCall, part: Part, rows: int | None, variants: int) -> Iterato
             room = max(_BYTES - mask_bytes, _BYTES // 2)
         if N * mask_heads > 1:
             spans = [(start, start + H) for start in range(0, planes, H)]
-    most = min(
+    limit = min(
         room // max(1, int(size)),
         _WEIGHTS // max(1, compared * S * variants),
         _SCORES // max(1, L * S * variants),
         _HEADS // variants,
     )
     for start, end in spans:
-        for first, last in _ranges(start, end, group, max(1, most)):
+        for first, last in _ranges(start, end, group, max(1, limit)):
             yield Piece(call, part, first, last)
 
 
-def _ranges(start: int, end: int, group: int, most: int) -> Iterator[tuple[int, int]]:
+def _ranges(start: int, end: int, group: int, limit: int) -> Iterator[tuple[int, int]]:
     """Yields ranges of at most `most` planes: whole groups, or parts of one group."""
-    if most >= group:
-        step = most // group * group
+    if limit >= group:
+        step = limit // group * group
         yield from ((first, min(first + step, end)) for first in range(start, end, step))
         return
     for first_of_group in range(start, end, group):
-        yield from _ranges(first_of_group, first_of_group + group, 1, most)
+        yield from _ranges(first_of_group, first_of_group + group, 1, limit)
 
 
 def _group_size(call: ModelCall) -> int:

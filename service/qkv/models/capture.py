@@ -106,11 +106,11 @@ class _Recorder:
 
     def handle(self, call: ModelCall, run: RunOriginal) -> CallOutput:
         """Runs the model's attention, records the call and returns the same output."""
-        found = run()
+        result = run()
         if not is_recomputed() and self._is_wanted(call.layer):
             with self._lock, torch.no_grad():
-                self._record(call, found.output)
-        return found
+                self._record(call, result.output)
+        return result
 
     def miss(self, layer: str, reason: str) -> None:
         """Notes a layer, once for each reason."""

@@ -61,23 +61,23 @@ def choose_variants(
             raise InvalidContent(f"{name} is an array: got a tensor, expected a parameter")
         if not any(name in s.parameters for s in signatures.values()):
             raise InvalidContent(f"none of {', '.join(signatures)} has a parameter {name!r:.60}")
-    found = []
+    chosen = []
     for name, choice in zip(names, choices, strict=True):
-        signature, own = signatures[name], choice["parameters"]
-        if unknown := own.keys() - signature.parameters:
+        signature, given = signatures[name], choice["parameters"]
+        if unknown := given.keys() - signature.parameters:
             raise InvalidContent(f"{name} has no parameter {min(unknown)!r:.60}")
         shared = {n: x for n, x in parameters.items() if n in signature.parameters}
-        both = {"variant": name, "parameters": {**shared, **own}}
-        found.append(ChosenVariant(name, signature, build_choice(both, {})["parameters"]))
-    labels = variant_labels([(each.signature.name, each.parameters) for each in found[1:]])
+        both = {"variant": name, "parameters": {**shared, **given}}
+        chosen.append(ChosenVariant(name, signature, build_choice(both, {})["parameters"]))
+    labels = variant_labels([(each.signature.name, each.parameters) for each in chosen[1:]])
     for n, label in enumerate(labels, 1):
-        found[n] = found[n]._replace(label=label.replace("\n", " "))
-    keys = [json.dumps([v.signature.name, v.parameters], sort_keys=True) for v in found[1:]]
-    for variant, key in zip(found[1:], keys, strict=True):
+        chosen[n] = chosen[n]._replace(label=label.replace("\n", " "))
+    keys = [json.dumps([v.signature.name, v.parameters], sort_keys=True) for v in chosen[1:]]
+    for variant, key in zip(chosen[1:], keys, strict=True):
         if keys.count(key) > 1:
             name = variant.signature.name
             raise InvalidContent(f"variants has {name} twice, with equal parameters")
-    return found[0], found[1:]
+    return chosen[0], chosen[1:]
 
 
 def _name(choice: Mapping[str, Any]) -> str:

@@ -100,12 +100,12 @@ def compare_calls(
         for number, call in enumerate(calls):
             if bar is not None:
                 bar.show(number, len(calls), call.layer)
-            own = [
+            sums_of_heads = [
                 sums.setdefault((call.layer, head), [HeadSums() for _ in others])
                 for head in call.heads
             ]
-            for head, variant, found in comparer.compare(number, call):
-                own[head][variant].merge(found)
+            for head, variant, piece_sums in comparer.compare(number, call):
+                sums_of_heads[head][variant].merge(piece_sums)
         if bar is not None:
             bar.close(finished=True)
             bar = None
@@ -175,9 +175,9 @@ class _Comparer:
                 problem = request.mask_problem(error) or error.detail
                 self._results[key] = request.smaller(error) or request.failed(problem)
         return [
-            found
+            result
             for each in self._results[key]
-            for found in (self._results_of(place, each) if isinstance(each, _Request) else [each])
+            for result in (self._results_of(place, each) if isinstance(each, _Request) else [each])
         ]
 
     def _send(self, request: _Request) -> Found:
@@ -197,10 +197,10 @@ class _Comparer:
             comparison = Comparison.from_json(compare(message))
         else:
             comparison = self._client.send(build_compare_message(message))
-        found: dict[tuple[int, int], HeadSums] = {}
+        sums_of: dict[tuple[int, int], HeadSums] = {}
         for n, entry in zip(request.variants, comparison.variants, strict=True):
-            own = zip(piece.heads, entry.heads or (), comparison.anchor.heads or (), strict=True)
-            for head, compared, baseline in own:
-                sums = found.setdefault((head, n), HeadSums())
+            heads = zip(piece.heads, entry.heads or (), comparison.anchor.heads or (), strict=True)
+            for head, compared, baseline in heads:
+                sums = sums_of.setdefault((head, n), HeadSums())
                 sums.add(piece.query_count, figures_of(compared, baseline))
-        return [(head, n, sums) for (head, n), sums in found.items()]
+        return [(head, n, sums) for (head, n), sums in sums_of.items()]

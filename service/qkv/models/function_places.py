@@ -143,15 +143,15 @@ def _keeps_rows(name: str, x: Tensor, args: Sequence[Any], results: Sequence[Ten
 
 def _broadcast(places: Sequence[tuple[Tensor, Place]], result: Tensor) -> Place:
     """Returns the place in a result of elements that broadcast."""
-    found: list[frozenset[int] | None] = []
+    axes: list[frozenset[int] | None] = []
     for axis in range(-result.ndim, 0):
         indices = [
             None if -axis > x.ndim or x.shape[axis] < result.shape[axis] else place[axis]
             for x, place in places
         ]
         known = [each for each in indices if each is not None]
-        found.append(frozenset().union(*known) if len(known) == len(indices) else None)
-    return tuple(found)
+        axes.append(frozenset().union(*known) if len(known) == len(indices) else None)
+    return tuple(axes)
 
 
 _Change: TypeAlias = Callable[[Tensor, Place | None], Tensor]

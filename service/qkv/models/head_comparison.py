@@ -135,20 +135,20 @@ class HeadComparison:
             ModuleNotFoundError: matplotlib is not installed.
         """
         _check_column(value, FIGURES)
-        found = list(dict.fromkeys(row.variant for row in self.rows))
+        known = list(dict.fromkeys(row.variant for row in self.rows))
         for name in variants or ():
-            if name not in found:
+            if name not in known:
                 raise InvalidContent(
-                    f"variants is invalid: got {name!r:.60}, expected some of {', '.join(found)}"
+                    f"variants is invalid: got {name!r:.60}, expected some of {', '.join(known)}"
                 )
         layers = self.layers
-        cells = self._cells() * len(variants or found)
+        cells = self._cells() * len(variants or known)
         if cells > _MOST_CELLS:
             raise InvalidContent(
                 f"the map is too large: got {cells:,} cells, one for each variant, layer and "
                 f"number of a head, expected at most {_MOST_CELLS:,}"
             )
-        maps = {name: self._map(name, value, layers) for name in variants or found}
+        maps = {name: self._map(name, value, layers) for name in variants or known}
         label = _NAMES[value].replace("-\n", "-").replace("\n", " ")
         title = f"{label}, compared with {self.anchor}" if title is None else title
         return head_maps(
@@ -186,11 +186,14 @@ class HeadComparison:
 
     def _map(self, variant: str, value: str, layers: Sequence[str]) -> list[list[float | None]]:
         """Returns the values of each layer by the numbers of its heads; None: there is none."""
-        found: dict[str, dict[int, float | None]] = {layer: {} for layer in layers}
+        values: dict[str, dict[int, float | None]] = {layer: {} for layer in layers}
         for row in self.rows:
             if row.variant == variant:
-                found[row.layer][row.head] = getattr(row, value)
-        return [[own.get(h) for h in range(max(own, default=-1) + 1)] for own in found.values()]
+                values[row.layer][row.head] = getattr(row, value)
+        return [
+            [of_head.get(head) for head in range(max(of_head, default=-1) + 1)]
+            for of_head in values.values()
+        ]
 
     def _table(self, limit: int | None) -> Table:
         shown = self.rows[:limit]
@@ -222,12 +225,12 @@ class HeadComparison:
 
     def _missed_layers(self) -> list[str]:
         """Returns a sentence for each reason, with the layers that were not captured."""
-        found: dict[str, list[str]] = {}
+        layers_of: dict[str, list[str]] = {}
         for layer, reason in self.missed:
-            found.setdefault(reason, []).append(layer or "the model")
+            layers_of.setdefault(reason, []).append(layer or "the model")
         return [
             f"{', '.join(layers)} {'was' if len(layers) == 1 else 'were'} not captured: {reason}."
-            for reason, layers in found.items()
+            for reason, layers in layers_of.items()
         ]
 
 

@@ -119,14 +119,14 @@ def figures_of(compared: Any, baseline: Any) -> dict[str, float | None]:
         compared, baseline: entries of `heads` of a variant and of the baseline.
     """
     output, weights = compared.output, compared.weights
-    found: dict[str, float | None] = dict.fromkeys(FIGURES)
+    figures: dict[str, float | None] = dict.fromkeys(FIGURES)
     if output is not None:
         for name in ("relative_error", "largest_error", "cosine"):
-            found[name] = getattr(output, name)
+            figures[name] = getattr(output, name)
     if weights is not None:
         for name in FIGURES[3:8]:
             each = getattr(weights, name)
-            found[name] = None if each is None else each.mean
+            figures[name] = None if each is None else each.mean
     if baseline.weights is not None and baseline.weights.entropy is not None:
-        found["baseline_entropy"] = baseline.weights.entropy.mean
-    return found
+        figures["baseline_entropy"] = baseline.weights.entropy.mean
+    return figures

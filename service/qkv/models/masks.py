@@ -63,8 +63,8 @@ class Part(NamedTuple):
             wide = x.new_zeros(*x.shape[:3], into.shape[3])
             x = wide.index_copy(3, self.keys.to(x.device), x)
         if self.queries is not None:
-            own = into if len(self.items) == len(into) else into[list(self.items)]
-            x = own.index_copy(2, self.queries.to(x.device), x)
+            selected = into if len(self.items) == len(into) else into[list(self.items)]
+            x = selected.index_copy(2, self.queries.to(x.device), x)
         if x.shape == into.shape:
             return x
         return into.index_copy(0, torch.tensor(self.items, device=x.device), x)
@@ -98,14 +98,14 @@ def parts_of(call: ModelCall) -> list[Part]:
     groups: list[tuple[Part, list[int], list[Tensor]]] = []
     for item, (pairs_HLS, bias_HLS) in enumerate(visible):
         part = _part_of(call, pairs_HLS, bias_HLS, differ)
-        own = range(len(call.query)) if len(visible) == 1 else [item]
+        members = range(len(call.query)) if len(visible) == 1 else [item]
         for other, items, masks in groups:
             if _are_alike(part, other):
-                items += own
+                items += members
                 masks += [] if part.mask is None else [part.mask]
                 break
         else:
-            groups.append((part, [*own], [] if part.mask is None else [part.mask]))
+            groups.append((part, [*members], [] if part.mask is None else [part.mask]))
     return [
         part._replace(items=tuple(items), mask=_join(masks))
         for part, items, masks in groups
@@ -152,24 +152,25 @@ def _part_of(call: ModelCall, pairs_HLS: Tensor, bias_HLS: Tensor | None, differ
     seen_LS = pairs_HLS.any(0)
     keys_S, queries_L = seen_LS.any(0), seen_LS.any(1)
     shown_HLS = pairs_HLS[:, queries_L][:, :, keys_S]
-    found = _explain(shown_HLS)
+    explained = _explain(shown_HLS)
     own_L = _own_keys(call, seen_LS, keys_S)
     if own_L is not None and not bool(own_L[queries_L].all()):
         kept_L = queries_L & own_L
         without = pairs_HLS[:, kept_L][:, :, keys_S]
-        explained = _explain(without)
+        explained_without = _explain(without)
         # with a cache of keys, only causality tells that this is self-attention
         has_cache = len(own_L) != len(keys_S)
-        if differ or (explained is not None and (explained.causal or not has_cache)):
-            queries_L, shown_HLS, found = kept_L, without, explained
+        is_causal = explained_without is not None and explained_without.causal
+        if differ or is_causal or (explained_without is not None and not has_cache):
+            queries_L, shown_HLS, explained = kept_L, without, explained_without
     queries = None if queries_L.all() else queries_L.nonzero()[:, 0]
     keys = None if keys_S.all() else keys_S.nonzero()[:, 0]
     if bias_HLS is not None:
         bias_HLS = bias_HLS[:, queries_L][:, :, keys_S].masked_fill(~shown_HLS, -torch.inf)
         return Part((), queries, keys, mask=bias_HLS[None])
-    if found is None:
+    if explained is None:
         return Part((), queries, keys, mask=shown_HLS[None])
-    return Part((), queries, keys, *found)
+    return Part((), queries, keys, *explained)
 
 
 def _own_keys(call: ModelCall, seen_LS: Tensor, keys_S: Tensor) -> Tensor | None:

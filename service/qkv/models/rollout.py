@@ -62,11 +62,11 @@ def rollout_of(
     at_once = max(1, _BATCH_BYTES // max(1, result_BRS[:1].nbytes))
     for depth, call in enumerate(reversed(chain)):
         for part in parts_of(call):
-            own = {call.items[item]: item for item in part.items}
-            places = [chosen.index(item) for item in own if item in chosen]
+            item_of = {call.items[item]: item for item in part.items}
+            places = [chosen.index(item) for item in item_of if item in chosen]
             for start in range(0, len(places), at_once):
                 some = places[start : start + at_once]
-                smaller = _with_items(part, [own[chosen[n]] for n in some])
+                smaller = _with_items(part, [item_of[chosen[n]] for n in some])
                 layer = _Layer(call, smaller, signature, client, parameters, heads, residual)
                 left_NRS = layer.identity(row_R, S, dtype) if depth == 0 else result_BRS[some]
                 result_BRS[some] = layer.multiply(left_NRS)
@@ -159,10 +159,10 @@ def _numbers(name: str, values: Sequence[int] | None, known: Sequence[int]) -> l
     Raises:
         InvalidContent: a number is not known, or one is repeated.
     """
-    found = list(known) if values is None else to_numbers(name, values)
-    if not found or set(found) - set(known) or len(set(found)) < len(found):
+    numbers = list(known) if values is None else to_numbers(name, values)
+    if not numbers or set(numbers) - set(known) or len(set(numbers)) < len(numbers):
         raise InvalidContent(
-            f"{name} is invalid: got {found!r:.80}, expected different numbers of {min(known)} to "
-            f"{max(known)}"
+            f"{name} is invalid: got {numbers!r:.80}, expected different numbers of "
+            f"{min(known)} to {max(known)}"
         )
-    return found
+    return numbers

@@ -199,5 +199,5 @@ def _interceptions() -> list[Interception]:
     Recorders are outermost, so that they see what the model goes on with. Of the others it is the
     one that began last: the wrappers of its modules are the outermost ones.
     """
-    found = list(dict.fromkeys(module.interception for module in reversed(_thread.modules)))
-    return sorted(found, key=lambda interception: interception.is_recorder)
+    interceptions = list(dict.fromkeys(module.interception for module in reversed(_thread.modules)))
+    return sorted(interceptions, key=lambda interception: interception.is_recorder)

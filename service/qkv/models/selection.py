@@ -29,9 +29,9 @@ def to_numbers(name: str, values: Iterable[int]) -> list[int]:
         InvalidContent: they are no integers.
     """
     try:
-        found = list(values)
-        if not any(isinstance(n, bool) for n in found):
-            return [index(n) for n in found]
+        numbers = list(values)
+        if not any(isinstance(n, bool) for n in numbers):
+            return [index(n) for n in numbers]
     except TypeError:
         pass  # no list, or no integers
     raise InvalidContent(f"{name} is invalid: got {values!r:.80}, expected a list of integers")

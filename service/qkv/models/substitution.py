@@ -117,8 +117,8 @@ class _Substitute:
             function = VariantFunction(self.variant, parameters, self._client)
             output = part.put(output, function(tensors).to(output.dtype))
             if weights is not None:
-                found = function.weights(tensors).to(weights.dtype)
-                weights = part.put(weights, found, is_weights=True)
+                part_weights = function.weights(tensors).to(weights.dtype)
+                weights = part.put(weights, part_weights, is_weights=True)
         return CallOutput(output, weights)
 
 
@@ -146,10 +146,10 @@ class _Substituter:
 
     def handle(self, call: ModelCall, run: RunOriginal) -> CallOutput:
         """Returns the output of the substitute of the call's layer."""
-        found = self._find(call.layer)
-        if found is None or not all(x.numel() for x in (call.query, call.key, call.value)):
+        match = self._find(call.layer)
+        if match is None or not all(x.numel() for x in (call.query, call.key, call.value)):
             return run()
-        pattern, substitute = found
+        pattern, substitute = match
         H = call.query.shape[1]
         heads = tuple(range(H)) if substitute.heads is None else substitute.heads
         if not heads or any(not 0 <= head < H for head in heads) or len({*heads}) < len(heads):
@@ -158,13 +158,13 @@ class _Substituter:
                 f"of {call.layer}"
             )
         chosen = None if heads == tuple(range(H)) else torch.tensor(heads)
-        own = call if chosen is None else select_heads(call, heads)
-        parts = parts_of(own)
+        selected = call if chosen is None else select_heads(call, heads)
+        parts = parts_of(selected)
         replaces_all = chosen is None and all(part.is_whole(call) for part in parts)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not replaces_all):
             original = run()
         before = original if chosen is None else _map(original, lambda x: x[:, list(heads)])
-        after = substitute.attend(own, parts, before)
+        after = substitute.attend(selected, parts, before)
         changed, total = _change(before.output, after.output, parts)
         with self._lock:
             self._used.add(pattern)
@@ -188,7 +188,7 @@ class _Substituter:
         """Returns a sentence for each chosen layer or pattern that was not substituted."""
         problems = [f"{layer or 'the model'}: {reason}" for layer, reason in self._missed.items()]
         seen = {*self._missed, *(row.layer for row in self.report.rows)}
-        owners = {layer: found[0] for layer in seen if (found := self._find(layer)) is not None}
+        owners = {layer: match[0] for layer in seen if (match := self._find(layer)) is not None}
         for pattern, _ in self._substitutes:
             if pattern in self._used or pattern in owners.values():
                 continue

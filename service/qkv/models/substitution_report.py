@@ -94,8 +94,8 @@ class SubstitutionReport:
     def __repr__(self) -> str:
         """Returns one line: the number of layers, and the largest change."""
         changes = [r.relative_change for r in self.rows if r.relative_change is not None]
-        most = format_number(max(changes)) if changes else "–"
-        return f"SubstitutionReport({len(self.rows)} layers, largest relative change {most})"
+        largest = format_number(max(changes)) if changes else "–"
+        return f"SubstitutionReport({len(self.rows)} layers, largest relative change {largest})"
 
     def _repr_html_(self) -> str:
         return self._table().html()

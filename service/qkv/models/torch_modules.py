@@ -130,8 +130,8 @@ def _wrap_multihead(module: nn.MultiheadAttention, forward: _Forward) -> _Forwar
             return result
         batch = _to_batch_first(module, query, key, value)
         call = _build_call(module, *batch, key_padding_mask, attn_mask, is_self=is_self)
-        found = dispatch(call, lambda: _original(call, has_weights=need_weights), module)
-        return _project_output(module, query, found, average_attn_weights)
+        result = dispatch(call, lambda: _original(call, has_weights=need_weights), module)
+        return _project_output(module, query, result, average_attn_weights)
 
     return attend
 
@@ -264,12 +264,12 @@ def _attend(call: ModelCall) -> Tensor:
 
 
 def _project_output(
-    module: nn.MultiheadAttention, query: Tensor, found: CallOutput, average: bool
+    module: nn.MultiheadAttention, query: Tensor, result: CallOutput, average: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the output and the weights of a module, in the shape of its inputs."""
-    merged_BLM = found.output.transpose(1, 2).flatten(2)
+    merged_BLM = result.output.transpose(1, 2).flatten(2)
     output = F.linear(merged_BLM, module.out_proj.weight, module.out_proj.bias)
-    weights = found.weights
+    weights = result.weights
     if weights is not None and average:
         weights = weights.mean(1)
     if query.ndim == 2:

@@ -55,10 +55,9 @@ class VariantFunction(NamedTuple):
         if self.client is None:
             from qkv.engine.tensor_calls import attend
 
-            found: Tensor = attend(self.variant, tensors, self.parameters, frozenset({output}))[
-                output
-            ]
-            return found
+            outputs = attend(self.variant, tensors, self.parameters, frozenset({output}))
+            here: Tensor = outputs[output]
+            return here
         arguments: dict[str, Any] = {**tensors, **self.parameters}
         run = self.client.attend(self.variant, outputs=[output], **arguments)
         at_service: Tensor = run.outputs[output]
@@ -70,8 +69,8 @@ class VariantFunction(NamedTuple):
 
             return gradients(self.variant, grad_output, tensors, self.parameters)
         arguments: dict[str, Any] = {**tensors, **self.parameters}
-        found = self.client.gradients(self.variant, grad_output=grad_output, **arguments)
-        return dict(found.gradients)
+        at_service = self.client.gradients(self.variant, grad_output=grad_output, **arguments)
+        return dict(at_service.gradients)
 
 
 class _Attention(torch.autograd.Function):
@@ -96,13 +95,13 @@ class _Attention(torch.autograd.Function):
                 f"{ctx.function.variant} has no second derivative: leave create_graph out"
             )
         tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        found = ctx.function._gradients(grad_output.contiguous(), tensors)
+        results = ctx.function._gradients(grad_output.contiguous(), tensors)
         gradients: list[Tensor | None] = []
         for (name, x), is_needed in zip(tensors.items(), ctx.needs_input_grad[2:], strict=True):
-            if is_needed and name not in found:
+            if is_needed and name not in results:
                 raise InvalidContent(
                     f"{ctx.function.variant} has no gradient of {name}: freeze the parameters that "
                     f"it is computed from"
                 )
-            gradients.append(found[name].to(x.dtype) if is_needed else None)
+            gradients.append(results[name].to(x.dtype) if is_needed else None)
         return (None, None, *gradients)

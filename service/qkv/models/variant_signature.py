@@ -49,10 +49,10 @@ class VariantSignature(NamedTuple):
         if client is None:
             from qkv.attention import catalogue
 
-            found = {name: catalogue.find(name) for name in names}
+            variants = {name: catalogue.find(name) for name in names}
             return {
                 name: cls(name, frozenset(v.inputs), frozenset(v.parameters.model_fields))
-                for name, v in found.items()
+                for name, v in variants.items()
             }
         known = {entry["variant"]: entry for entry in client.variants()}
         signatures = {}

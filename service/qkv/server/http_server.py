@@ -1,4 +1,4 @@
-"""The HTTP/1.1 server of one process: what its connections share, and what it checks of them."""
+"""The HTTP/1.1 server of one process: the state of its connections, and their periodic checks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OpenConnection(Protocol):
 
 
 class HttpServer:
-    """What the connections that serve an ASGI application share.
+    """The state that the connections of an ASGI application share.
 
     It checks all connections periodically, so that a request needs no timer. It counts checks, not
     seconds, so that a paused process does not time out all its connections.

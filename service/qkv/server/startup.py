@@ -90,11 +90,11 @@ def _find_devices(settings: Settings) -> list[str]:
         os._exit(0)
     os.close(writer)
     with open(reader, "rb") as pipe:
-        found = pipe.read().decode().splitlines()
+        devices = pipe.read().decode().splitlines()
     os.waitpid(pid, 0)
-    if len(found) < len(names):
-        setting = f"QKV_DEVICES has {names[len(found)]}"
+    if len(devices) < len(names):
+        setting = f"QKV_DEVICES has {names[len(devices)]}"
         if not settings.device_names:
             setting = f"QKV_DEVICE is {settings.device}"
         raise click.ClickException(f"{setting}, but torch finds no such device")
-    return found
+    return devices

@@ -75,8 +75,8 @@ class ModelStats:
         batches = [(size, *row) for size, row in enumerate(sizes.tolist(), start=1) if row[0]]
         inferences = sum(size * int(row[0]) for size, *row in batches)
         success, queue, *stages = sizes[:, 1:].sum(0).tolist()
-        own = np.add(stages, total[_SHARED:_HEAD]).tolist()
-        times = dict(zip(("queue", *_STAGES), (queue, *own), strict=True))
+        stage_times = np.add(stages, total[_SHARED:_HEAD]).tolist()
+        times = dict(zip(("queue", *_STAGES), (queue, *stage_times), strict=True))
         return {
             "last_inference": int(counts[:, 0].max()),
             "inference_count": inferences,

@@ -119,21 +119,23 @@ class Traces:
 def _attributes(
     log_entry: Mapping[str, Any], headers: Mapping[bytes, bytes], method: str, route: str | None
 ) -> dict[str, str | int | float]:
-    found = {name: log_entry[key] for key, name in _NAMES.items() if log_entry.get(key) is not None}
-    found |= {"http.request.method": method, "url.scheme": "http"}
+    attributes = {
+        name: log_entry[key] for key, name in _NAMES.items() if log_entry.get(key) is not None
+    }
+    attributes |= {"http.request.method": method, "url.scheme": "http"}
     if not log_entry["status"]:
-        del found["http.response.status_code"]
+        del attributes["http.response.status_code"]
     if method == _OTHER and log_entry["method"] != "?":  # no method was received
-        found["http.request.method_original"] = log_entry["method"][:_MAX_ATTRIBUTE_LENGTH]
+        attributes["http.request.method_original"] = log_entry["method"][:_MAX_ATTRIBUTE_LENGTH]
     if route is not None:
-        found["http.route"] = route
+        attributes["http.route"] = route
     if log_entry["status"] >= 500 or not log_entry["status"]:
-        found["error.type"] = log_entry["outcome"]
+        attributes["error.type"] = log_entry["outcome"]
     if agent := headers.get(b"user-agent"):
-        found["user_agent.original"] = agent.decode("latin-1")[:_MAX_ATTRIBUTE_LENGTH]
+        attributes["user_agent.original"] = agent.decode("latin-1")[:_MAX_ATTRIBUTE_LENGTH]
     host, _, port = headers.get(b"host", b"").decode("latin-1").rpartition(":")
     if host and port.isdecimal():
-        found |= {"server.address": host[:_MAX_ATTRIBUTE_LENGTH], "server.port": int(port[:5])}
+        attributes |= {"server.address": host[:_MAX_ATTRIBUTE_LENGTH], "server.port": int(port[:5])}
     elif port:
-        found["server.address"] = f"{host}:{port}".removeprefix(":")[:_MAX_ATTRIBUTE_LENGTH]
-    return found
+        attributes["server.address"] = f"{host}:{port}".removeprefix(":")[:_MAX_ATTRIBUTE_LENGTH]
+    return attributes

@@ -236,7 +236,7 @@ def test_schema_and_service_accept(
 
 
 def test_payload_too_large_matches_the_document(document: dict[str, Any]) -> None:
-    with running_server(max_body_bytes=100, max_answer_bytes=8) as small:
+    with running_server(max_body_bytes=100, max_response_bytes=8) as small:
         for path in POSTS:
             large = small.http.post(path, content=b" " * 101)
             assert assert_problem(large, 413)["limit"] == 100

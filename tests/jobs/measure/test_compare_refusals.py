@@ -27,7 +27,7 @@ from support.service import Server
 
 
 def test_too_large_comparison_is_rejected_before_it_runs(serve: Callable[..., Server]) -> None:
-    small = serve(max_scores=100, max_queue_bytes=4000, max_answer_bytes=1000)
+    small = serve(max_scores=100, max_queue_bytes=4000, max_response_bytes=1000)
     inputs = {n: a.tolist() for n, a in random_inputs(B=1, H=1, G=1, N=12).items()}
     problem = assert_problem(post(small, {"inputs": inputs, "variants": ["linear"]}), 413)
     assert problem["limit"] == 100

@@ -189,7 +189,7 @@ def test_each_repeat_is_a_job_of_lowest_priority(
 def test_cell_that_cannot_run_has_a_problem_and_the_sweep_continues(
     serve: Callable[..., Server],
 ) -> None:
-    small = serve(max_scores=2 * 100 * 100, max_queue_bytes=1 << 20, max_answer_bytes=1 << 18)
+    small = serve(max_scores=2 * 100 * 100, max_queue_bytes=1 << 20, max_response_bytes=1 << 18)
     events = run_sweep(small, variants=["softmax", "linear"], lengths=[64, 128, 1 << 14])
     cells = [data for name, data in events if name == "cell"]
     problems = {(c["index"], c["length"]): c["problem"] for c in cells if "problem" in c}

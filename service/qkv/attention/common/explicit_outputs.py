@@ -78,6 +78,6 @@ def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
     room = 2.0 ** math.ceil(math.log2(4 / (1 - scores.dropout)))
     output = torch.matmul(weights_BGTS, value / room).view(B, H, R, E)
     if not scores.dropout:
-        most = float(largest_size(value_BGSE)) / room
-        output.clamp_(-most, most)
+        largest = float(largest_size(value_BGSE)) / room
+        output.clamp_(-largest, largest)
     return output.mul_(room)

@@ -4,8 +4,8 @@ A variant has an ordinary path, and careful ones for numbers that could overflow
 `holds` reads a condition at once. On an accelerator each read would wait for the device, and the
 path of a batch would depend on all its requests. There a call runs in `deferred`: it takes the
 ordinary path and collects the conditions of each item. The executor reads them with the outputs.
-It runs the requests for which one is false again: together in float64, which is wide enough for
-most of them, and those for which it is not alone, without `deferred`.
+It runs the requests for which one is false again: together in a wide call, which computes in
+float64, and those for which that is not enough alone, without `deferred`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A causal softmax per channel over the keys up to each query, without overflow or underflow.
 
 A later key may exceed an earlier one by any amount. A shift shared by all rows would then make the
-exponentials of early keys underflow. The entry point is `Steep`.
+exponentials of early keys underflow. The entry point is `RunningSoftmax`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.nn.functional import pad
 
 from qkv.attention.common.visibility import row_blocks
 
-__all__ = ["Steep"]
+__all__ = ["RunningSoftmax"]
 
 _CHUNK = 16  # keys of a chunk; each query has exponentials of its own for its last chunk
 _ELEMENTS = 1 << 22  # of those exponentials that are held at once
 
 
-class Steep(NamedTuple):
+class RunningSoftmax(NamedTuple):
     """The matrix A_ij = sum_c q_ic e^(k_jc - m_ic) / Z_ic of one item.
 
     m_ic is the largest key up to query i's position. The exponentials of the chunk that holds the
@@ -42,7 +42,7 @@ class Steep(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, query_GKLD: Tensor, key_GSD: Tensor, offset: int) -> Steep:
+    def of(cls, query_GKLD: Tensor, key_GSD: Tensor, offset: int) -> RunningSoftmax:
         """Returns the matrix of an item, in the dtype of its query and key."""
         most = key_GSD.cummax(1).values
         most.masked_fill_(most == -torch.inf, 0.0)  # a row of padding alone would give inf - inf

@@ -31,13 +31,13 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def is_safe(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> bool:
     """Returns True if nothing can overflow in the scores' dtype and all numbers are finite."""
-    most = _SAFE[score_dtype(query.dtype)]
-    if not holds(_scores_fit(query, key, scale, most)):
+    limit = _SAFE[score_dtype(query.dtype)]
+    if not holds(_scores_fit(query, key, scale, limit)):
         return False
-    return value is None or holds(largest_size(value) < most)
+    return value is None or holds(largest_size(value) < limit)
 
 
-def _scores_fit(query: Tensor, key: Tensor, scale: float, most: float) -> Condition:
+def _scores_fit(query: Tensor, key: Tensor, scale: float, limit: float) -> Condition:
     """Returns True if no score and no partial sum of a score can exceed `most`.
 
     By Cauchy's inequality no score exceeds the norm of all queries times the norm of all keys. The
@@ -45,10 +45,10 @@ def _scores_fit(query: Tensor, key: Tensor, scale: float, most: float) -> Condit
     """
     if not are_deferred():
         norms = _norm(query) * _norm(key)
-        if norms < most and norms * abs(scale) < most:
+        if norms < limit and norms * abs(scale) < limit:
             return True
     products = largest_size(query) * largest_size(key) * query.shape[-1]
-    return (products < most) & (products * abs(scale) < most)
+    return (products < limit) & (products * abs(scale) < limit)
 
 
 def _norm(x: Tensor) -> float:
@@ -235,8 +235,8 @@ def _softmax(scores: Tensor, grown: Tensor | None, is_biased: bool) -> Tensor:
         logits = times_power_of_2(scores - scores.amax(dim=-1, keepdim=True), grown)
     weights = torch.softmax(logits, dim=-1)
     if is_biased and not is_empty:
-        blind = scores.amax(dim=-1, keepdim=True) == -torch.inf
-        weights.masked_fill_(blind, 0.0)
+        sees_no_key = scores.amax(dim=-1, keepdim=True) == -torch.inf
+        weights.masked_fill_(sees_no_key, 0.0)
     return weights
 
 

@@ -190,5 +190,5 @@ def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the mask in the scores' dtype. Finite numbers stay finite: -1e300 is not -inf."""
     if mask.dtype != torch.float64 or dtype == torch.float64:
         return mask.to(dtype)
-    most = torch.finfo(dtype).max
-    return torch.where(mask.isinf(), mask, mask.clamp(-most, most)).to(dtype)
+    largest = torch.finfo(dtype).max
+    return torch.where(mask.isinf(), mask, mask.clamp(-largest, largest)).to(dtype)

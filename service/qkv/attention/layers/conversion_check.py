@@ -61,11 +61,11 @@ def check(
         for m in {min(pair) for pair in zip(*widths, strict=True)}
     }
     outputs = []
-    for side, own in zip((source, target), widths, strict=True):
+    for side, side_widths in zip((source, target), widths, strict=True):
         raise_if_stopped()
         query, key, value = (
             _with_ones(embeddings[min(m, other)], m)
-            for m, other in zip(own, widths[side is source], strict=True)
+            for m, other in zip(side_widths, widths[side is source], strict=True)
         )
         tensors = {name: _double(array) for name, array in side.tensors.items()}
         attend = _Attention(side, options)

@@ -168,9 +168,9 @@ def _layouts(options: LayerOptions, shapes: layout_catalogue.Shapes) -> tuple[li
         layout = layout_catalogue.find(options.layout, "/from")
         return [layout], find_prefix(options.prefix, layout, shapes, "")
     prefix = find_prefix(options.prefix, None, shapes, "")
-    found = layout_catalogue.candidates(shapes, prefix)
+    fitting = layout_catalogue.candidates(shapes, prefix)
     # raises with the reason if there is none
-    return found or [layout_catalogue.recognize(shapes, prefix, "/from")], prefix
+    return fitting or [layout_catalogue.recognize(shapes, prefix, "/from")], prefix
 
 
 class _Search:
@@ -196,8 +196,8 @@ class _Search:
     def read(self, split: Split, *, blank: bool = False) -> Layer:
         """Returns the layer with a layout and its numbers of heads, with ones if it is blank."""
         self._raise_if_stopped()
-        own = self._own[split.layout]
-        layer = read_layer(self._with(split), blanks(own, "") if blank else own, "")
+        weights = self._own[split.layout]
+        layer = read_layer(self._with(split), blanks(weights, "") if blank else weights, "")
         self._widths[split] = layer.head_width
         return layer
 
@@ -291,16 +291,16 @@ class _Search:
         exact = []
         by_split = sorted(candidates, key=lambda c: c.split)
         for split, group in itertools.groupby(by_split, key=lambda c: c.split):
-            layer, own = self.read(split), list(group)
-            errors = [0.0] * len(own)
+            layer, members = self.read(split), list(group)
+            errors = [0.0] * len(members)
             for b in range(B):
                 outputs = SplitOutputs(layer, projections, slice(b * L, (b + 1) * L))
-                for i, candidate in enumerate(own):
+                for i, candidate in enumerate(members):
                     v = candidate.variation
                     (result,) = outputs.run(outputs.positioned(v.rope, v.norm), [v], rows)
                     error = float((result - expected_BLM[b]).abs().max() / self._size)
                     errors[i] = max(errors[i], error) if math.isfinite(error) else math.inf
-            exact += [replace(c, error=e) for c, e in zip(own, errors, strict=True)]
+            exact += [replace(c, error=e) for c, e in zip(members, errors, strict=True)]
         return self._ranked([c for c in exact if np.isfinite(c.error)], torch.float64)
 
     def _ranked(self, candidates: Iterable[Candidate], dtype: torch.dtype) -> list[Candidate]:

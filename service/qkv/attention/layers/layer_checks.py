@@ -44,13 +44,13 @@ def check(layer: Layer) -> None:
             "for each head"
         )
     _check_rope(layer)
-    own, given = layer.layout.alibi, layer.options.alibi
-    if own and given and own != given:
-        when = "before" if own == "scaled" else "after"
+    of_layout, given = layer.layout.alibi, layer.options.alibi
+    if of_layout and given and of_layout != given:
+        when = "before" if of_layout == "scaled" else "after"
         raise InvalidContent(
-            f"alibi is invalid: got {format_value(given)}, expected {format_value(own)}, because "
-            f"models of the layout {layer.layout.name} add the biases {when} the scores are "
-            "divided by sqrt(D)",
+            f"alibi is invalid: got {format_value(given)}, expected {format_value(of_layout)}, "
+            f"because models of the layout {layer.layout.name} add the biases {when} the scores "
+            "are divided by sqrt(D)",
             pointer=f"{layer.pointer}/alibi",
         )
 

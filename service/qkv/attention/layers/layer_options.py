@@ -83,5 +83,5 @@ class LayerOptions(pydantic.BaseModel):
     @property
     def parameters(self) -> dict[str, Any]:
         """The parameters of the variant that belong to the layer."""
-        own = {"softcap": self.softcap, "window": self.window}
-        return {name: value for name, value in own.items() if value is not None}
+        options = {"softcap": self.softcap, "window": self.window}
+        return {name: value for name, value in options.items() if value is not None}

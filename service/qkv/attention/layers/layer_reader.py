@@ -83,15 +83,15 @@ def find_prefix(
         shapes = {n.removeprefix(whole): s for n, s in shapes.items() if n.startswith(whole)}
     else:
         whole = ""
-    found = [whole + layer.prefix for layer in layout_catalogue.find_layers(shapes, layout)]
-    if prefix == "" or not found or whole in found:
+    prefixes = [whole + layer.prefix for layer in layout_catalogue.find_layers(shapes, layout)]
+    if prefix == "" or not prefixes or whole in prefixes:
         return whole
-    if len(found) == 1:
-        return found[0]
-    listed = ", ".join(repr(p.rstrip(".")) for p in found[:8])
+    if len(prefixes) == 1:
+        return prefixes[0]
+    listed = ", ".join(repr(p.rstrip(".")) for p in prefixes[:8])
     raise InvalidContent(
-        f"prefix is {'too short' if whole else 'missing'}: there are {len(found)} layers, at "
+        f"prefix is {'too short' if whole else 'missing'}: there are {len(prefixes)} layers, at "
         f"{listed}"
-        f"{', ...' if len(found) > 8 else ''}",
+        f"{', ...' if len(prefixes) > 8 else ''}",
         pointer=f"{pointer}/prefix",
     )

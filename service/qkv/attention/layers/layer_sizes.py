@@ -48,8 +48,8 @@ def sizes_of(layout: Layout, shapes: Shapes) -> LayerSizes:
         shapes: of its tensors, by name without the prefix.
     """
     # views of one number, which `read` does not copy; no layout reads more than two axes
-    own = layout.select(shapes)
-    arrays = {n: np.broadcast_to(np.float16(0), s) for n, s in own.items() if len(s) <= 2}
+    selected = layout.select(shapes)
+    arrays = {n: np.broadcast_to(np.float16(0), s) for n, s in selected.items() if len(s) <= 2}
     sent = SentTensors(arrays, "", "", layout.spellings)
     try:
         weights = layout.read(sent)

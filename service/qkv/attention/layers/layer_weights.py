@@ -63,18 +63,18 @@ def named(**parts: Array | Pair | None) -> dict[str, Array]:
     weights = {}
     for name, part in parts.items():
         if isinstance(part, tuple):
-            found = {f"{name}.weight": part[0], f"{name}.bias": part[1]}
+            arrays = {f"{name}.weight": part[0], f"{name}.bias": part[1]}
         else:
-            found = {name: part}
-        weights.update({n: a for n, a in found.items() if a is not None})
+            arrays = {name: part}
+        weights.update({n: a for n, a in arrays.items() if a is not None})
     return weights
 
 
 def bias_of(weights: Weights, role: str) -> Array:
     """Returns the bias of a projection, zeros if it has none. Zeros change no result."""
     weight_IO = weights[f"{role}.weight"]
-    found = weights.get(f"{role}.bias")
-    return np.zeros(weight_IO.shape[1], weight_IO.dtype) if found is None else found
+    bias = weights.get(f"{role}.bias")
+    return np.zeros(weight_IO.shape[1], weight_IO.dtype) if bias is None else bias
 
 
 def fused(

@@ -135,8 +135,8 @@ class Layout:
             return False
         if self.parent is not None and parent and parent != self.parent:
             return False
-        own = getattr(self.module, "recognizes", None)
-        return own is None or bool(own(shapes))
+        hook = getattr(self.module, "recognizes", None)
+        return hook is None or bool(hook(shapes))
 
 
 class FoundLayer(NamedTuple):
@@ -186,19 +186,19 @@ def recognize(shapes: Shapes, prefix: str, pointer: str) -> Layout:
     Raises:
         InvalidContent: no layout fits, or several do.
     """
-    found = candidates(shapes, prefix)
-    if len(found) == 1:
-        return found[0]
-    if found:
+    fitting = candidates(shapes, prefix)
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
         raise InvalidContent(
-            f"layout is ambiguous: names and shapes fit {', '.join(c.name for c in found)}; "
+            f"layout is ambiguous: names and shapes fit {', '.join(c.name for c in fitting)}; "
             "name one of them",
             pointer=pointer,
         )
-    own = [name for name in shapes if name.startswith(prefix)]
-    listed = ", ".join(map(repr, own[:6])) or "no tensor"
+    names = [name for name in shapes if name.startswith(prefix)]
+    listed = ", ".join(map(repr, names[:6])) or "no tensor"
     raise InvalidContent(
-        f"layout is not recognized: got {listed}{', ...' if len(own) > 6 else ''}, expected the "
+        f"layout is not recognized: got {listed}{', ...' if len(names) > 6 else ''}, expected the "
         f"names and shapes of {', '.join(known())}",
         pointer=pointer,
     )
@@ -225,16 +225,20 @@ def find_layers(shapes: Shapes, only: Layout | None = None) -> list[FoundLayer]:
         if ends:
             below[name[: ends[-1]]][name[ends[-1] :]] = shape
     layers = []
-    for prefix, own in below.items():
-        if found := _fitting(own, prefix) if only is None else _fitting(own, "", only):
-            modules = {m for layout in found for m in _modules(layout)}
+    for prefix, layer_shapes in below.items():
+        if only is None:
+            fitting = _fitting(layer_shapes, prefix)
+        else:
+            fitting = _fitting(layer_shapes, "", only)
+        if fitting:
+            modules = {m for layout in fitting for m in _modules(layout)}
             beginnings = tuple(f"{module}." for module in modules)
             parts = {
                 name: shape
-                for name, shape in own.items()
+                for name, shape in layer_shapes.items()
                 if name in modules or name.startswith(beginnings)
             }
-            layers.append(FoundLayer(prefix, [layout.name for layout in found], parts))
+            layers.append(FoundLayer(prefix, [layout.name for layout in fitting], parts))
     return layers
 
 
@@ -243,11 +247,11 @@ def candidates(shapes: Shapes, prefix: str) -> list[Layout]:
     return _fitting(_below(shapes, prefix), prefix)
 
 
-def _fitting(own: Shapes, prefix: str, *only: Layout) -> list[Layout]:
+def _fitting(shapes: Shapes, prefix: str, *only: Layout) -> list[Layout]:
     """Returns the layouts that tensors fit, whose names have no prefix any more."""
     parent = prefix.rstrip(".").rpartition(".")[2]
-    own = {n: s for n, s in own.items() if 0 not in s}  # empty tensors are no weights
-    return [layout for layout in only or known().values() if layout.recognizes(own, parent)]
+    shapes = {n: s for n, s in shapes.items() if 0 not in s}  # empty tensors are no weights
+    return [layout for layout in only or known().values() if layout.recognizes(shapes, parent)]
 
 
 def _below(shapes: Shapes, prefix: str) -> Shapes:

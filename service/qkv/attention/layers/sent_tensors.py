@@ -76,15 +76,15 @@ class SentTensors:
             if name.startswith(prefix)
         }
         for stem, others in self._spellings.items():
-            found = [s for s in (stem, *others) if any(_is_in(n, s) for n in self._tensors)]
-            if len(found) > 1:
+            sent_stems = [s for s in (stem, *others) if any(_is_in(n, s) for n in self._tensors)]
+            if len(sent_stems) > 1:
                 raise InvalidContent(
-                    f"{stem} appears twice: got {' and '.join(map(repr, found))}, expected one of "
-                    "them",
+                    f"{stem} appears twice: got {' and '.join(map(repr, sent_stems))}, expected "
+                    "one of them",
                     pointer=pointer,
                 )
-            if found:
-                self.stems[stem] = found[0]
+            if sent_stems:
+                self.stems[stem] = sent_stems[0]
 
     def __contains__(self, name: str) -> bool:
         return self._spelled(name) in self._tensors
@@ -95,9 +95,9 @@ class SentTensors:
         Raises:
             InvalidContent: it is missing, not floating, or has not two axes.
         """
-        found = self.optional(name, 2)
-        if found is not None:
-            return found
+        matrix = self.optional(name, 2)
+        if matrix is not None:
+            return matrix
         names = ", ".join(map(repr, list(self._tensors)[:12])) or "nothing"
         more = f" and {len(self._tensors) - 12} more" if len(self._tensors) > 12 else ""
         stem = next((s for s in self._spellings if _is_in(name, s)), None)
@@ -116,10 +116,10 @@ class SentTensors:
         Raises:
             InvalidContent: it is not floating, or has another shape.
         """
-        found = self.optional(name, 1)
-        if found is not None and size is not None and len(found) != size:
-            raise self.error(name, f"has the wrong size: got {len(found)}, expected {size}")
-        return found
+        vector = self.optional(name, 1)
+        if vector is not None and size is not None and len(vector) != size:
+            raise self.error(name, f"has the wrong size: got {len(vector)}, expected {size}")
+        return vector
 
     def pair(self, name: str) -> tuple[Array, Array | None]:
         """Returns weight (in, out) and bias of an `nn.Linear`, which keeps (out, in).

@@ -41,7 +41,7 @@ from qkv.attention.common.row_masks import (
     padding_mask,
     zero_hidden,
 )
-from qkv.attention.common.running_softmax import Steep
+from qkv.attention.common.running_softmax import RunningSoftmax
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
 
@@ -125,10 +125,10 @@ class _Features(NamedTuple):
         )
 
 
-class _Steep(NamedTuple):
+class _RunningItems(NamedTuple):
     """The same where early keys would underflow with one shift, item by item."""
 
-    items: list[Steep]
+    items: list[RunningSoftmax]
 
     def output(self, value_BGSE: Tensor) -> Tensor:
         pairs = zip(self.items, value_BGSE.double(), strict=True)
@@ -248,7 +248,7 @@ def _matrix(
     key_BGSD: Tensor,
     key_lengths_B: Tensor | None,
     offsets: list[int] | None,
-) -> _Features | _Steep:
+) -> _Features | _RunningItems:
     """Returns A as factors, in float32 or float64 if keys are of similar size, else in float64."""
     L, (_, G, S, _) = query_BHLD.shape[2], key_BGSD.shape
     padding = padding_mask(S, key_lengths_B)
@@ -265,7 +265,9 @@ def _matrix(
         return _Features(query, key if unseen is None else key.masked_fill_(unseen, 0.0), None)
     query, most_BG1D = query.softmax(-1), key.amax(2, keepdim=True)
     if query.dtype == torch.float64 and occurs(most_BG1D - key[:, :, :1] > _RISE):
-        return _Steep([Steep.of(query[b], key[b], offset) for b, offset in enumerate(offsets)])
+        return _RunningItems(
+            [RunningSoftmax.of(query[b], key[b], offset) for b, offset in enumerate(offsets)]
+        )
     if unseen is not None:
         most_BG1D = most_BG1D.masked_fill(most_BG1D == -torch.inf, 0.0)
     key = (key - most_BG1D).exp_()
@@ -302,7 +304,7 @@ def _totals(key_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
     return total
 
 
-def _output(matrix: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
+def _output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> Tensor:
     """Returns A @ value, (B, H, L, E). The padding of `value_BGSE` is zero."""
     if are_deferred():
         return _ordinary_output(matrix, value_BGSE)
@@ -329,7 +331,7 @@ def _output(matrix: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
     return output
 
 
-def _ordinary_output(matrix: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
+def _ordinary_output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> Tensor:
     """Returns the result of `_output` for values that need no factor; defers the check of this."""
     assert isinstance(matrix, _Features)
     dtype = matrix.query_BGKLD.dtype

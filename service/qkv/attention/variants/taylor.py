@@ -228,9 +228,9 @@ def _fast_output(
     for b in torch.where(~fits_B)[0].tolist():
         item = slice(b, b + 1)
         lengths = None if key_lengths_B is None else key_lengths_B[item]
-        own = None if offsets is None else offsets[item]
+        item_offset = None if offsets is None else offsets[item]
         output[item] = _exact_output(
-            query_BHLD[item], key_BGSD[item], value_BGSE[item], lengths, own
+            query_BHLD[item], key_BGSD[item], value_BGSE[item], lengths, item_offset
         )
     return output
 

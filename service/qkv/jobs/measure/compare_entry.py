@@ -120,12 +120,12 @@ def check_positions(entry: CompareEntry, baseline: CompareEntry) -> None:
     layer = entry.plan.inputs.layer
     if layer is None or layer.options.rope is None:
         return
-    own, other = (e.plan.arguments.get("query_offset", 0) for e in (entry, baseline))
-    if own != other:
+    offset, baseline_offset = (e.plan.arguments.get("query_offset", 0) for e in (entry, baseline))
+    if offset != baseline_offset:
         raise InvalidContent(
-            f"{entry.choice.variant.name} cannot be compared: its query_offset is {own}, expected "
-            f"{other} as the baseline ({baseline.choice.variant.name}) has, because the layer "
-            "rotates queries by their position",
+            f"{entry.choice.variant.name} cannot be compared: its query_offset is {offset}, "
+            f"expected {baseline_offset} as the baseline ({baseline.choice.variant.name}) has, "
+            "because the layer rotates queries by their position",
             pointer=entry.choice.pointer,
         )
 

@@ -185,17 +185,17 @@ def crossovers(curves: Sequence[Mapping[int, Times]]) -> list[Crossover]:
     Returns:
         Crossovers in order of the curves, and then of length.
     """
-    found = []
+    crossings = []
     for j in range(len(curves)):
         for i in range(j):
-            found += _crossovers_of_pair(i, j, curves[i], curves[j])
-    return found
+            crossings += _crossovers_of_pair(i, j, curves[i], curves[j])
+    return crossings
 
 
 def _crossovers_of_pair(
     i: int, j: int, one: Mapping[int, Times], other: Mapping[int, Times]
 ) -> list[Crossover]:
-    found: list[Crossover] = []
+    crossings: list[Crossover] = []
     lengths = sorted(one.keys() & other.keys())
     before: tuple[int, int] | None = None  # the last index with a faster curve, and that curve
     for place, length in enumerate(lengths):
@@ -208,9 +208,9 @@ def _crossovers_of_pair(
         if before is not None and before[1] == slower:
             section = lengths[before[0] : place + 1]
             crossing = _median_crossing({n: one[n].median_ms / other[n].median_ms for n in section})
-            found.append(Crossover(slower, faster, crossing, (section[0], length)))
+            crossings.append(Crossover(slower, faster, crossing, (section[0], length)))
         before = place, faster
-    return found
+    return crossings
 
 
 def _median_crossing(ratios: Mapping[int, float]) -> float:
