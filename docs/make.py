@@ -1,5 +1,7 @@
 """Generates docs/variants.md, docs/files.md, the pictures of the variants and the README's table.
 
+It also generates the examples of the OpenAPI document.
+
 `python docs/make.py` or `make docs` writes them; tests compare them with `build_files`.
 """
 
@@ -12,6 +14,8 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+import openapi_examples
 
 from qkv.api import variant_pictures
 from qkv.attention import catalogue
@@ -180,6 +184,7 @@ def main() -> None:
             old.unlink()
     for path, text in files.items():
         (ROOT / path).write_text(text)
+    openapi_examples.write()
 
 
 if __name__ == "__main__":
