@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import openapi_examples
-
 from qkv.api import variant_pictures
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
@@ -184,6 +182,8 @@ def main() -> None:
             old.unlink()
     for path, text in files.items():
         (ROOT / path).write_text(text)
+    import openapi_examples  # beside this file: tests run `build_files` from elsewhere
+
     openapi_examples.write()
 
 

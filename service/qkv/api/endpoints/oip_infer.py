@@ -10,24 +10,9 @@ from typing import Annotated, Any, Final, NamedTuple
 import pydantic
 from fastapi import APIRouter, Request, Response
 
+from qkv.api.endpoints.oip_infer_schemas import BINARY_TYPE, describe_infer
 from qkv.api.endpoints.oip_models import VERSION, default_output, find_loaded, new_router
 from qkv.api.job_runner import JobRunner
-from qkv.api.openapi.dataclass_schemas import dataclass_schema
-from qkv.api.openapi.oip_operation import describe_model
-from qkv.api.openapi.operation import BINARY, SERVER_TIMING, TIMEOUT, in_json
-from qkv.api.openapi.schemas import (
-    COUNT,
-    FLAG,
-    FLAT_OR_NESTED,
-    TEXT,
-    TIMING,
-    Schema,
-    closed,
-    enumeration,
-    list_of,
-    named,
-    nullable,
-)
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
 from qkv.api.run_timing import server_timing, timing_fields
 from qkv.api.server_request import headers_of
@@ -44,11 +29,10 @@ from qkv.settings import Settings
 from qkv.telemetry.model_stats import ModelStats
 from qkv.wire import json, open_inference
 from qkv.wire.message import Message
-from qkv.wire.oip_responses import BinarySize, InferResponse
+from qkv.wire.oip_responses import InferResponse
 
 __all__ = ["InferHandler", "router"]
 
-_BINARY_TYPE: Final = "application/octet-stream"
 _MAX_TIMEOUT_US: Final = (1 << 63) - 1
 _MAX_QUOTED_LENGTH: Final = 4096  # no list or object that a variant takes is near it
 _COMPRESSION_LEVEL: Final = 1  # floats hardly compress at any level
@@ -208,7 +192,7 @@ def router(infer: InferHandler) -> APIRouter:
         methods=["POST"],
         summary=summary,
         name="infer",
-        openapi_extra=_describe(),
+        openapi_extra=describe_infer(),
     )
     routes.add_api_route(
         f"{at}/versions/{{version}}/infer",
@@ -217,71 +201,6 @@ def router(infer: InferHandler) -> APIRouter:
         include_in_schema=False,
     )
     return routes
-
-
-def _describe() -> dict[str, Any]:
-    """Returns the description of the operation."""
-    binary = BINARY | {"description": "The JSON, then the tensors."}
-    body = in_json("Tensors, parameters, and the requested outputs.", _request_schema())
-    response = closed(
-        {
-            "model_name": TEXT,
-            "model_version": {"const": VERSION},
-            "id": TEXT | {"description": "The id of the request, if it has one."},
-            "parameters": TIMING,
-            "outputs": list_of(_tensor_schema()),
-        },
-        ["model_name", "model_version", "parameters", "outputs"],
-    )
-    described = describe_model(named("InferResponse", response), 400, 413, body=body)
-    described["requestBody"]["required"] = True
-    good = described["responses"]["200"]
-    good |= {"description": "The requested outputs, and the timing.", "headers": SERVER_TIMING}
-    for part in (body, good):
-        part["content"][_BINARY_TYPE] = {"schema": binary}
-    header = {
-        "name": open_inference.LENGTH_HEADER,
-        "in": "header",
-        "required": False,
-        "description": "Bytes of the JSON, if tensors follow it.",
-        "schema": COUNT,
-    }
-    described["parameters"] += [header, TIMEOUT]
-    return described
-
-
-def _request_schema() -> Schema:
-    binary = named("BinaryOutput", closed({"binary_data": FLAG}, ()))
-    output = closed({"name": TEXT, "parameters": nullable(binary)}, ["name"])
-    echoed = {"description": "If present, the same as in the path."}
-    parameters = {
-        "description": "Parameters of the variant; lists and objects may be JSON in a string. Also "
-        "`binary_data_output` (default of `binary_data` of each output), `priority` (1 first, 3 "
-        "last, default 2) and `timeout` (microseconds in the queue)."
-    }
-    fields = {
-        "id": nullable(TEXT) | {"description": "The response repeats it."},
-        "model_name": nullable(TEXT) | echoed,
-        "model_version": nullable(TEXT) | echoed,
-        "parameters": nullable({"type": "object"}) | parameters,
-        "inputs": list_of(_tensor_schema(), maxItems=256),
-        "outputs": nullable(list_of(named("RequestedOutput", output)))
-        | {"description": "The outputs to return; default: `output`."},
-    }
-    return named("InferRequest", closed(fields, ["inputs"]))
-
-
-def _tensor_schema() -> Schema:
-    """Returns the component of a tensor: with its numbers, or the number of its bytes."""
-    datatypes = enumeration("Datatype", open_inference.DATATYPES.values())
-    fields = {
-        "name": TEXT,
-        "datatype": datatypes,
-        "shape": list_of(COUNT, maxItems=8),
-        "parameters": dataclass_schema(BinarySize),
-        "data": FLAT_OR_NESTED,
-    }
-    return named("InferTensor", closed(fields, ["name", "datatype", "shape"]))
 
 
 def _parse_fields(
@@ -393,7 +312,7 @@ def _new_response(
     if content_encoding is not None:
         chunks = [_compress(chunks, content_encoding)]
         headers.append((b"content-encoding", content_encoding.encode()))
-    return TensorResponse(chunks, _BINARY_TYPE if data else json.MEDIA_TYPE, headers)
+    return TensorResponse(chunks, BINARY_TYPE if data else json.MEDIA_TYPE, headers)
 
 
 def _text(value: bytes | None) -> str | None:
