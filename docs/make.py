@@ -1,6 +1,8 @@
 """Generates docs/variants.md, the pictures of the variants and the README's table.
 
-`python docs/make.py` or `make docs` writes them; tests compare the pages with `build_files`.
+It also generates the examples of the OpenAPI document.
+
+`python docs/make.py` or `make docs` writes them; tests compare them with `build_files`.
 """
 
 from __future__ import annotations
@@ -139,6 +141,9 @@ def main() -> None:
             old.unlink()
     for path, text in files.items():
         (ROOT / path).write_text(text)
+    import openapi_examples  # beside this file: tests run `build_files` from elsewhere
+
+    openapi_examples.write()
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ MARKERS: Final = {
     "cluster": "process",
     "browser": "browser",
     "installed": "install",
+    "python_generators": "install",
+    "node_folder": "install",
 }
 """Marker of a test by an expensive fixture that it uses, directly or indirectly."""
 

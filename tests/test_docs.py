@@ -13,6 +13,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import warnings
@@ -145,6 +146,29 @@ def test_python_examples_print_the_documented_output(
         warnings.simplefilter("default")  # as for a user
         runpy.run_path("program.py", run_name="__main__")
     assert stdout.getvalue() == printed
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"), [each for page in (HTTP, V2) for each in examples("js", page)]
+)
+def test_javascript_examples_print_the_documented_output(
+    url: str, program: str, printed: str, tmp_path: Path
+) -> None:
+    node = shutil.which("node")
+    if not node and "NEED_NODE" not in os.environ:
+        pytest.skip("needs Node.js")
+    (tmp_path / "program.mjs").write_text(program.replace(ADDRESS, url))
+    done = subprocess.run(
+        [node or "node", "program.mjs"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert not done.stderr
+    assert done.stdout == printed
+
+
+def test_every_javascript_example_has_its_output_on_the_page() -> None:
+    for page in (HTTP, V2):
+        programs = [text for language, text in fences(page) if language == "js"]
+        assert programs == [program for program, _ in examples("js", page)] != []
 
 
 def test_every_python_example_has_its_output_on_the_page() -> None:

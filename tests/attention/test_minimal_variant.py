@@ -122,11 +122,11 @@ def test_minimal_variant_is_in_catalogue_and_openapi(process: CopiedService) -> 
     assert entry["inputs"]["value"]["shape"] == ["B", "H", "S", "E"]
     assert entry["outputs"]["weights"]["shape"] == ["B", "H", "L", "S"]
     assert entry["gradients"] == ["query", "key", "value"]
-    paths = http.get("/openapi.json").json()["paths"]
-    body = paths["/v1/attention/cosine"]["post"]["requestBody"]["content"]["application/json"]
-    assert {"query", "key", "value"} <= body["schema"]["properties"]["inputs"]["properties"].keys()
-    assert set(body["examples"]) >= {"lists", "layer", "top_k", "stats"}
-    assert "/v1/gradients/cosine" in paths
+    document = http.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    assert set(schemas["CosineInputs"]["required"]) == {"query", "key", "value"}
+    assert {"CosineRequest", "CosineProjectedRequest", "CosineResponse"} <= schemas.keys()
+    assert {"/v1/attention/cosine", "/v1/gradients/cosine"} <= document["paths"].keys()
     assert entry["picture"] is None
 
 

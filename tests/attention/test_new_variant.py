@@ -67,12 +67,13 @@ def test_new_variant_is_in_the_catalogue(http: httpx.Client) -> None:
 
 def test_new_variant_is_in_the_openapi_document(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
-    post = document["paths"][RUN]["post"]
-    body = post["requestBody"]["content"]["application/json"]["schema"]["properties"]
-    assert body["parameters"]["properties"]["gain"]["maximum"] == 100
-    assert {"query", "key", "value"} <= body["inputs"]["properties"].keys()
-    assert "mask" not in body["inputs"]["properties"]
-    assert "uniform" in str(post["responses"]["200"])
+    post, schemas = document["paths"][RUN]["post"], document["components"]["schemas"]
+    body = post["requestBody"]["content"]["application/json"]["schema"]
+    assert "#/components/schemas/UniformRequest" in str(body)
+    assert schemas["UniformParameters"]["properties"]["gain"]["maximum"] == 100
+    assert {"query", "key", "value"} <= set(schemas["UniformInputs"]["required"])
+    assert "mask" not in schemas["UniformInputs"]["properties"]
+    assert "UniformResponse" in str(post["responses"]["200"])
 
 
 def test_new_variant_has_no_picture_until_one_is_drawn(http: httpx.Client) -> None:

@@ -59,7 +59,8 @@ class Refused:
         blamed: pointer of the problem, if it is not the place.
         words: part of the detail.
         status: status of the response.
-        schema_accepts: True if the fault depends on tensors, which no schema covers.
+        schema_accepts: True if the fault depends on tensors or on several fields, which no schema
+            of generators covers.
     """
 
     request: str
@@ -146,9 +147,9 @@ RUNS: Final = (
     refused("run", "/nope", None, 1, {}, SQUARE, words="'nope'"),
     refused("run", "/a~1b~0c", None, words="'a/b~c'"),
     refused("run", "/", None),
-    refused("run", "", {"outputs": ["weights"], "weights": "none"}, blamed="/weights"),
-    refused("run", "", {"outputs": ["output"], "weights": "stats"}, blamed="/weights"),
-    refused("run", "", {"outputs": ["scores"], "weights": {"pool": 2}}, blamed="/weights"),
+    misfit("run", "", {"outputs": ["weights"], "weights": "none"}, blamed="/weights"),
+    misfit("run", "", {"outputs": ["output"], "weights": "stats"}, blamed="/weights"),
+    misfit("run", "", {"outputs": ["scores"], "weights": {"pool": 2}}, blamed="/weights"),
     refused("run", "/outputs", [], "output", {}, 1, True),
     refused("run", "/outputs", ["nothing"], [1], [None], [["output"]], blamed="/outputs/0"),
     refused("run", "/outputs", ["output", "output"], ["output", ""], blamed="/outputs/1"),
@@ -178,12 +179,14 @@ RUNS: Final = (
     refused("run", "/parameters/window", [1], [1, -1], blamed="/parameters/window/1"),
     refused("run", "/parameters/dropout", None, 1, 1.0, -0.1, "0", True, [], {}, 2),
     refused("run", "/parameters/seed", None, -1, 1.5, "1", True, [], {}),
-    refused("run", "/inputs/mask", "true", None, [None], [["x"]], {}, [[1, True]], NUMBERS),
-    misfit("run", "/inputs/mask", [True] * 3, [[True] * 3], [[True] * 2] * 3, [[[[[True]]]]]),
-    refused("run", "/inputs/key_lengths", [True], [1.5], ["NaN"], [None], ["3"], "3", None, {},
-            BYTES),
+    refused("run", "/inputs/mask", "true", None, [None], [["x"]], {}, [[1, True]], [[[[[True]]]]]),
+    misfit("run", "/inputs/mask", NUMBERS),
+    misfit("run", "/inputs/mask", [True] * 3, [[True] * 3], [[True] * 2] * 3),
+    refused("run", "/inputs/key_lengths", [True], [1.5], ["NaN"], [None], ["3"], "3", None, {}),
+    misfit("run", "/inputs/key_lengths", BYTES),
     misfit("run", "/inputs/key_lengths", [-1], [3], [1, 1], [], 2, [[1]], [2**62]),
-    misfit("run", "/inputs/query", [1, 2], 5, [], [[]], [[[]]], [[1e39, 0]], [[[[[1, 0]]]]],
+    refused("run", "/inputs/query", [[[[[1, 0]]]]]),
+    misfit("run", "/inputs/query", [1, 2], 5, [], [[]], [[[]]], [[1e39, 0]],
            [[1, [2]]], [[1], 2], [[], [1]]),
     misfit("run", "/inputs/query", [[1, 0, 0]], blamed="/inputs/key", words="query has D=3"),
     misfit("run", "/inputs/key", [[1, 0, 0]], [SQUARE]),
@@ -200,7 +203,7 @@ RUNS: Final = (
     misfit("bytes", "/inputs/query/data", "", "AAAAAAAAAA==", "AAAAAAAAAAAAAAAA"),
     misfit("bytes", "/inputs/query/shape", [2**60], [2**30, 2**30], [0], [0, 2**60], [3],
            blamed="/inputs/query/data"),
-    refused("bytes", "/inputs/query", NUMBERS, words="got int64"),
+    misfit("bytes", "/inputs/query", NUMBERS, words="got int64"),
     misfit("bytes", "/inputs/query", EMPTY),
     misfit("bytes", "/inputs/query/shape", [2**62] * 8, [2**62, 4, 0]),
     misfit("bytes", "/inputs/query", BYTES | {"dtype": "float16", "shape": [2, 2]},

@@ -11,12 +11,13 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from qkv.api import variant_pictures
 from qkv.api.auth import ApiKeyMiddleware, ApiKeys
 from qkv.api.dispatcher import Dispatcher, Endpoint
 from qkv.api.endpoints import (
@@ -110,6 +111,8 @@ def create_app(
         bound: address and port of the server's socket, as for `SourceRules`.
     """
     runtime = _build_runtime(settings or Settings(), worker, remote)
+    for variant in catalogue.variants().values():
+        variant_pictures.draw(variant)  # outside the engine, so before it starts
     app = FastAPIOffline(  # serves Swagger UI's files itself: no request to another host
         docs_url=None,  # the playground has the page, which sends the user's key
         redoc_url=None,
@@ -122,11 +125,11 @@ def create_app(
         lifespan=lambda _: running(runtime),
         redirect_slashes=False,
     )
-    direct = _add_routes(app, runtime)
+    direct, routes = _add_routes(app, runtime)
     app.state.runtime = runtime
     # FastAPI calls this in place of its own middleware
     app.middleware_stack = app.state.asgi = _new_asgi(app, runtime, direct, bound)
-    _complete_document(app, is_guarded=runtime.api_keys is not None)
+    _set_document(app, routes, is_guarded=runtime.api_keys is not None)
     return app
 
 
@@ -183,14 +186,14 @@ async def _watch_device(engine: JobExecutor, worker: WorkerState) -> None:
     worker.set_ready(False)
 
 
-def _add_routes(app: FastAPI, runtime: Runtime) -> dict[str, Endpoint]:
-    """Adds all routes; returns the endpoints that run variants, by path."""
+def _add_routes(app: FastAPI, runtime: Runtime) -> tuple[dict[str, Endpoint], list[APIRoute]]:
+    """Adds all routes; returns the endpoints that run variants, by path, and the routes."""
     settings, engine, job_runner = runtime.settings, runtime.engine, runtime.job_runner
     shared_state = runtime.worker.shared_state
     handler = run.RunHandler(job_runner, settings)
     infer = oip_infer.InferHandler(job_runner, shared_state.models, settings)
     run_routers = (run.attention_router(handler), run.gradients_router(handler))
-    for router in (
+    routers = (
         *run_routers,
         oip_infer.router(infer),
         compare.router(job_runner, settings),
@@ -204,13 +207,17 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> dict[str, Endpoint]:
         metrics.router(shared_state, engine.device_name),
         oip_models.router(engine, shared_state),
         oip_repository.router(shared_state.models),
-    ):
+    )
+    for router in routers:
         app.include_router(router)
-    routes = [r for router in run_routers for r in router.routes if isinstance(r, APIRoute)]
-    direct: dict[str, Endpoint] = {route.path: route.endpoint for route in routes}
+    direct: dict[str, Endpoint] = {r.path: r.endpoint for r in _api_routes(*run_routers)}
     for name in catalogue.variants():
         direct[f"/v2/models/{name}/infer"] = partial(infer.handle, model=name)
-    return direct
+    return direct, _api_routes(*routers)
+
+
+def _api_routes(*routers: APIRouter) -> list[APIRoute]:
+    return [r for router in routers for r in router.routes if isinstance(r, APIRoute)]
 
 
 def _new_asgi(
@@ -262,15 +269,12 @@ def _allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
     )
 
 
-def _complete_document(app: FastAPI, is_guarded: bool) -> None:
-    """Extends FastAPI's OpenAPI document."""
-    document.prepare_examples()
-    generate = app.openapi
+def _set_document(app: FastAPI, routes: list[APIRoute], is_guarded: bool) -> None:
+    """Replaces FastAPI's OpenAPI document."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            document.complete_document(generate(), is_guarded)
-        assert app.openapi_schema is not None
+            app.openapi_schema = document.build_document(app, routes, is_guarded)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this way to extend it

@@ -171,7 +171,7 @@ class ModelMetadata:
     """The response of `GET /v2/models/{model}`."""
 
     name: str
-    versions: Annotated[Sequence[str], Keywords(const=["1"])]
+    versions: Sequence[Literal["1"]]
     platform: Literal["qkv"]
     inputs: tuple[InputMetadata, ...]
     outputs: tuple[OutputMetadata, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qkv.api.openapi.measure_schemas import EVENTS
+from qkv.api.endpoints.sweep import EVENTS
 from qkv.errors import ServiceUnavailable
 from support.openapi_schemas import fits, with_renamed_fields
 from support.service import Server
@@ -16,15 +16,17 @@ def test_requests_and_events_match_the_document(serve: Callable[..., Server]) ->
     document = small.http.get("/openapi.json").json()
     operation, schemas = document["paths"][SWEEP]["post"], document["components"]["schemas"]
     content = operation["requestBody"]["content"]["application/json"]
-    assert fits(content["example"], content["schema"], document)
-    assert small.http.post(SWEEP, json=content["example"]).is_success
+    (example,) = content["examples"].values()
+    assert fits(example["value"], content["schema"], document)
+    assert small.http.post(SWEEP, json=example["value"]).is_success
     body = SMALL | {"variants": ["softmax", "linear"], "lengths": [64, 128]}
     assert fits(body, content["schema"], document)
     events = run_sweep(small, **body)
     assert any("problem" in what for _, what in events)
     events.append(("error", {"problem": ServiceUnavailable("the service is stopping").problem()}))
     response = operation["responses"]["200"]["content"]["text/event-stream"]
-    events += list(parse_events(iter(response["example"].split("\n"))))
+    (example,) = response["examples"].values()
+    events += list(parse_events(iter(example["value"].split("\n"))))
     for name, what in events:
         component = schemas[EVENTS[name].__name__]
         assert (

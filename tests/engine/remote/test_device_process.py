@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.api.openapi import examples
+from qkv.api.openapi.document import EXAMPLES
 from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
 from qkv.client.request_builders import build_attend
@@ -128,12 +128,12 @@ def test_responses_equal_those_without_a_device_process(
     process: Process, variant: Variant, shared: Process
 ) -> None:
     """Compares the examples of every variant, with layers and gradients."""
-    for kind, found in (("attention", examples.attention), ("gradients", examples.gradients)):
+    for kind, verb in (("attention", "attend"), ("gradients", "gradients")):
         if kind == "gradients" and variant.backward is None:
             continue
-        for _, request, _ in found(variant).values():
+        for request in EXAMPLES[f"{verb}_{variant.name}"]["request"].values():
             there, here = (
-                httpx.post(f"{p.url}/v1/{kind}/{variant.name}", json=request)
+                httpx.post(f"{p.url}/v1/{kind}/{variant.name}", json=request["value"])
                 for p in (shared, process)
             )
             assert outputs(there) == outputs(here)

@@ -4,24 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from functools import partial
+from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
+from qkv.api.endpoints.run_schemas import LAYER, input_schemas, parameters
 from qkv.api.job_runner import JobRunner, cancel_on_disconnect
 from qkv.api.observability import record_times
+from qkv.api.openapi.dataclass_schemas import dataclass_schema
+from qkv.api.openapi.operation import (
+    SERVER_TIMING,
+    TIMEOUT,
+    describe,
+    in_both_formats,
+    in_json,
+    problem_responses,
+)
+from qkv.api.openapi.schemas import (
+    ENCODING,
+    TENSOR,
+    Schema,
+    closed,
+    either,
+    enumeration,
+    model_fields,
+    named,
+    nullable,
+    pascal,
+)
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_message
 from qkv.api.run_timing import server_timing
+from qkv.attention import catalogue
+from qkv.attention.variant import Variant
+from qkv.errors import NotAcceptable, NotFound, QkvError
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_report import CompareReport, TimedOutputs, compare
-from qkv.jobs.measure.compare_request import CompareRequest
+from qkv.jobs.measure.compare_request import CompareFields, CompareRequest
 from qkv.settings import Settings
 from qkv.telemetry.times import Times
 from qkv.wire import json, require_acceptable
 from qkv.wire.responses import CompareResponse, CompareTiming
 
-__all__ = ["router"]
+__all__ = ["CHOICE", "choice_of", "router", "specific_errors"]
+
+CHOICE: Final = "a variant's name, or an object of `variant` and `parameters`"
 
 
 def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
@@ -36,6 +64,7 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
         "float64. Weights are compared row by row in float64. All logarithms are natural. Each run "
         "is queued by itself, so that other requests run in between. With `per_head` each figure "
         "of outputs and weights is also that of each query head.",
+        openapi_extra=_describe(),
     )
     async def compare_variants(request: Request) -> Response:
         require_acceptable(", ".join(request.headers.getlist("accept")), json.MEDIA_TYPE)
@@ -99,3 +128,58 @@ def _step(
     except StopIteration as end:
         report: CompareReport = end.value
         return report
+
+
+def _describe() -> dict[str, Any]:
+    """Returns the description of the operation."""
+    file = "The inputs by name; all other fields as JSON under `qkv` in the metadata."
+    text = f"Tensors, and variants to compare on them: {CHOICE} each."
+    good = in_json("Measurements of each variant, and notes.", dataclass_schema(CompareResponse))
+    errors = problem_responses(
+        400, 413, 415, 422, 500, 503, 504, extra=specific_errors(json.MEDIA_TYPE)
+    )
+    responses = {"200": good | {"headers": SERVER_TIMING}} | errors
+    return describe(responses, in_both_formats(text, _request(), file), [TIMEOUT])
+
+
+def _request() -> Schema:
+    """Returns the schema of a body."""
+    fields = model_fields(CompareFields)
+    every = list(catalogue.variants().values())
+    choice = choice_of("VariantChoice", every)
+    tensors: Schema = {"x": TENSOR | {"description": "(B, L, M) or (L, M), with a layer"}}
+    for variant in sorted(every, key=lambda variant: "mask" not in variant.inputs):
+        tensors = input_schemas(variant) | tensors
+    unused = {"description": "Has no effect: the response has no tensors."}
+    fields |= {
+        "inputs": named("CompareInputs", closed(tensors, ()) | {"minProperties": 1}),
+        "variants": fields["variants"] | {"items": choice},
+        "anchor": choice | {"description": fields["anchor"]["description"]},
+        "layer": nullable(LAYER),
+        "encoding": ENCODING | unused,
+    }
+    return named("CompareRequest", closed(fields, ["inputs", "variants"]))
+
+
+def choice_of(name: str, variants: Iterable[Variant]) -> Schema:
+    """Returns the component of a variant's name, or of a variant with its parameters."""
+    known = list(variants)
+    objects = [
+        named(
+            f"{pascal(v.name)}Choice",
+            closed({"variant": {"const": v.name}, "parameters": parameters(v)}, ["variant"]),
+        )
+        for v in known
+    ]
+    names = enumeration(f"{name}Name", [v.name for v in known])
+    return named(name, either(names, *objects))
+
+
+def specific_errors(*media_types: str) -> list[QkvError]:
+    """Returns the errors of a measurement with details of their own."""
+    return [
+        NotFound("no variant 'sotfmax'; /v1/variants lists all", pointer="/anchor"),
+        NotAcceptable(
+            f"Accept excludes every format: got 'text/html', expected {' or '.join(media_types)}"
+        ),
+    ]

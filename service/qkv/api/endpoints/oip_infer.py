@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import pydantic
 from fastapi import APIRouter, Request, Response
 
+from qkv.api.endpoints.oip_infer_schemas import BINARY_TYPE, describe_infer
 from qkv.api.endpoints.oip_models import VERSION, default_output, find_loaded, new_router
 from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
@@ -32,7 +33,6 @@ from qkv.wire.oip_responses import InferResponse
 
 __all__ = ["InferHandler", "router"]
 
-_BINARY_TYPE: Final = "application/octet-stream"
 _MAX_TIMEOUT_US: Final = (1 << 63) - 1
 _MAX_QUOTED_LENGTH: Final = 4096  # no list or object that a variant takes is near it
 _COMPRESSION_LEVEL: Final = 1  # floats hardly compress at any level
@@ -187,7 +187,12 @@ def router(infer: InferHandler) -> APIRouter:
     summary = "Runs a model."
     at = "/v2/models/{model}"
     routes.add_api_route(
-        f"{at}/infer", infer.handle, methods=["POST"], summary=summary, name="infer"
+        f"{at}/infer",
+        infer.handle,
+        methods=["POST"],
+        summary=summary,
+        name="infer",
+        openapi_extra=describe_infer(),
     )
     routes.add_api_route(
         f"{at}/versions/{{version}}/infer",
@@ -307,7 +312,7 @@ def _new_response(
     if content_encoding is not None:
         chunks = [_compress(chunks, content_encoding)]
         headers.append((b"content-encoding", content_encoding.encode()))
-    return TensorResponse(chunks, _BINARY_TYPE if data else json.MEDIA_TYPE, headers)
+    return TensorResponse(chunks, BINARY_TYPE if data else json.MEDIA_TYPE, headers)
 
 
 def _text(value: bytes | None) -> str | None:

@@ -12,6 +12,10 @@ from typing import Any, Final
 from fastapi import APIRouter, Response
 from pydantic_core import to_json
 
+from qkv.api.openapi.dataclass_schemas import dataclass_schema
+from qkv.api.openapi.oip_operation import describe_health, describe_model, describe_server
+from qkv.api.openapi.operation import in_json
+from qkv.api.openapi.schemas import either
 from qkv.attention import catalogue
 from qkv.attention.signature import Input, Output, fixed_size
 from qkv.attention.variant import Variant
@@ -136,7 +140,11 @@ def respond(body: Any, status: int = 200) -> Response:
 
 
 def _add_server(routes: APIRouter, engine: JobExecutor, shared_state: SharedState) -> None:
-    @routes.get("/v2", summary="Returns the server's name, version and extensions.")
+    @routes.get(
+        "/v2",
+        summary="Returns the server's name, version and extensions.",
+        openapi_extra=describe_server(dataclass_schema(ServerMetadata)),
+    )
     @routes.get("/v2/", include_in_schema=False)
     async def server() -> Response:
         return respond(ServerMetadata("qkv", __version__, _EXTENSIONS))
@@ -145,6 +153,7 @@ def _add_server(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
         "/v2/health/live",
         operation_id="v2_live",
         summary="Liveness: no worker is stuck.",
+        openapi_extra=describe_health(ServerLive),
     )
     async def live() -> Response:
         is_good = engine.is_alive and not shared_state.stuck_processes
@@ -153,6 +162,7 @@ def _add_server(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
     @routes.get(
         "/v2/health/ready",
         summary="Readiness: every worker accepts requests, and a device runs them.",
+        openapi_extra=describe_health(ServerReady),
     )
     async def ready() -> Response:
         is_good = engine.is_ready and shared_state.is_ready
@@ -162,7 +172,11 @@ def _add_server(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
 def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedState) -> None:
     models = shared_state.models
 
-    @routes.get("/v2/models", summary="Lists the loaded models.")
+    @routes.get(
+        "/v2/models",
+        summary="Lists the loaded models.",
+        openapi_extra=describe_server(dataclass_schema(ModelList)),
+    )
     async def models_listed() -> Response:
         names = [name for name in models.names if models.is_loaded(name)]
         return respond(ModelList(names))
@@ -171,12 +185,17 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
         "/v2/models/stats",
         operation_id="v2_statistics",
         summary="Returns the statistics of every loaded model.",
+        openapi_extra=describe_server(dataclass_schema(StatisticsResponse)),
     )
     async def statistics() -> Response:
         names = [name for name in models.names if models.is_loaded(name)]
         return respond(_statistics(models, *names))
 
-    @routes.get("/v2/models/{model}", summary="Returns a model's inputs and outputs.")
+    @routes.get(
+        "/v2/models/{model}",
+        summary="Returns a model's inputs and outputs.",
+        openapi_extra=describe_model(dataclass_schema(ModelMetadata)),
+    )
     @routes.get("/v2/models/{model}/versions/{version}", include_in_schema=False)
     async def model_metadata(model: str, version: str = VERSION) -> Response:
         return respond(_metadata(find_loaded(models, model, version)))
@@ -185,6 +204,7 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
         "/v2/models/{model}/ready",
         operation_id="v2_model_ready",
         summary="Readiness of a model.",
+        openapi_extra=_describe_model_ready(),
     )
     @routes.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
     async def model_ready(model: str, version: str = VERSION) -> Response:
@@ -200,6 +220,7 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
         "/v2/models/{model}/config",
         operation_id="v2_model_config",
         summary="Returns a model's configuration in Triton's form.",
+        openapi_extra=describe_model(dataclass_schema(ModelConfig)),
     )
     @routes.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
     async def model_config(model: str, version: str = VERSION) -> Response:
@@ -210,11 +231,22 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
         "/v2/models/{model}/stats",
         operation_id="v2_model_statistics",
         summary="Returns a model's statistics.",
+        openapi_extra=describe_model(dataclass_schema(StatisticsResponse)),
     )
     @routes.get("/v2/models/{model}/versions/{version}/stats", include_in_schema=False)
     async def model_statistics(model: str, version: str = VERSION) -> Response:
         find_loaded(models, model, version)
         return respond(_statistics(models, model))
+
+
+def _describe_model_ready() -> dict[str, Any]:
+    """Returns the description of the probe of a model."""
+    described = describe_model(dataclass_schema(ModelReady))
+    unloaded = either(dataclass_schema(ModelNotReady), dataclass_schema(ModelError))
+    described["responses"]["400"] = in_json(
+        "The model is unloaded, or the request is invalid.", unloaded
+    )
+    return described
 
 
 def _metadata(variant: Variant) -> ModelMetadata:

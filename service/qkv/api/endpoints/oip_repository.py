@@ -11,6 +11,10 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from qkv.api.endpoints.oip_models import VERSION, find_model, new_router, respond
+from qkv.api.openapi.dataclass_schemas import dataclass_schema
+from qkv.api.openapi.oip_operation import describe_model, describe_server
+from qkv.api.openapi.operation import in_json
+from qkv.api.openapi.schemas import FLAG, Schema, closed, list_of, named, nullable
 from qkv.api.request_body import read_body
 from qkv.errors import InvalidContent
 from qkv.telemetry.model_stats import ModelStats
@@ -26,7 +30,15 @@ def router(models: ModelStats) -> APIRouter:
     """Returns the routes of the repository."""
     routes = new_router()
 
-    @routes.post("/v2/repository/index", summary="Lists every model, loaded or not.")
+    @routes.post(
+        "/v2/repository/index",
+        summary="Lists every model, loaded or not.",
+        openapi_extra=describe_server(
+            list_of(dataclass_schema(RepositoryModel)),
+            400,
+            body=in_json("A filter.", named("IndexRequest", closed({"ready": FLAG}, ()))),
+        ),
+    )
     async def index(request: Request) -> Response:
         fields = await _read_fields(request, "ready")
         if not isinstance(fields.get("ready", False), bool):
@@ -49,6 +61,7 @@ def router(models: ModelStats) -> APIRouter:
         "/v2/repository/models/{model}/load",
         operation_id="v2_load",
         summary="Loads a model.",
+        openapi_extra=_describe(dataclass_schema(Loaded), "LoadRequest", {}),
     )
     async def load(request: Request, model: str) -> Response:
         find_model(models, model, VERSION)
@@ -61,6 +74,9 @@ def router(models: ModelStats) -> APIRouter:
         operation_id="v2_unload",
         summary="Unloads a model.",
         description="Requests for an unloaded model get 404 until it is loaded again.",
+        openapi_extra=_describe(
+            dataclass_schema(Unloaded), "UnloadRequest", {"unload_dependents": FLAG}
+        ),
     )
     async def unload(request: Request, model: str) -> Response:
         find_model(models, model, VERSION)
@@ -69,6 +85,13 @@ def router(models: ModelStats) -> APIRouter:
         return respond(Unloaded(model))
 
     return routes
+
+
+def _describe(response: Schema, name: str, flags: dict[str, Schema]) -> dict[str, Any]:
+    """Returns the description of an operation; `flags` are the parameters that it takes."""
+    parameters = named(f"{name}Parameters", closed(flags, ()))
+    request = named(name, closed({"parameters": nullable(parameters)}, ()))
+    return describe_model(response, 400, body=in_json("Flags, without an effect.", request))
 
 
 async def _read_fields(request: Request, *known: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
+from qkv.api.endpoints.run_schemas import describe_gradients, describe_run
 from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_message
 from qkv.api.run_timing import server_timing, timing_fields
@@ -85,6 +86,7 @@ def attention_router(handler: RunHandler) -> APIRouter:
             operation_id=f"attend_{variant.name}",
             summary=variant.summary,
             description=f"`{variant.formula}`\n\nPaper: {variant.paper}.\n\nCost: {variant.cost}.",
+            openapi_extra=describe_run(variant),
         )
 
     @routes.post("/v1/attention/{variant}", include_in_schema=False)
@@ -108,6 +110,7 @@ def gradients_router(handler: RunHandler) -> APIRouter:
                 summary=f"The gradients of {variant.name}.",
                 description="Gradients of sum(grad_output * output) with respect to each floating "
                 "input and each tensor of the layer.",
+                openapi_extra=describe_gradients(variant),
             )
 
     @routes.post("/v1/gradients/{variant}", include_in_schema=False)

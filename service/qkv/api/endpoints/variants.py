@@ -8,9 +8,20 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
+from qkv.api.openapi.operation import (
+    CACHE_HEADERS,
+    NOT_MODIFIED,
+    describe,
+    in_json,
+    problem_responses,
+    unknown_variant,
+    variant_parameter,
+)
+from qkv.api.openapi.schemas import FLAG, TEXT, Schema, closed, enumeration, list_of, named
 from qkv.attention import catalogue, variant_file
 from qkv.attention.variant import Variant
-from qkv.errors import NotFound
+from qkv.errors import NotFound, QkvError
+from qkv.tensors import DTYPES
 
 __all__ = ["PICTURE_TYPE", "entry", "router"]
 
@@ -45,12 +56,21 @@ def router() -> APIRouter:
         "/v1/variants",
         operation_id="list_variants",
         summary="Lists every variant: formula, inputs, parameters, outputs.",
+        openapi_extra=_describe(
+            in_json(
+                "Every variant, sorted by name.",
+                named("Variants", closed({"variants": list_of(_entry_schema())})),
+            )
+        ),
     )
     async def every_variant() -> dict[str, list[dict[str, Any]]]:
         return {"variants": [entry(v) for v in catalogue.variants().values()]}
 
     @routes.get(
-        "/v1/variants/{variant}", operation_id="get_variant", summary="Describes one variant."
+        "/v1/variants/{variant}",
+        operation_id="get_variant",
+        summary="Describes one variant.",
+        openapi_extra=_describe(in_json("The variant.", _entry_schema()), unknown_variant()),
     )
     async def one_variant(variant: str) -> dict[str, Any]:
         return entry(catalogue.find(variant))
@@ -60,6 +80,7 @@ def router() -> APIRouter:
         operation_id="get_picture",
         summary="Returns a picture of a variant's weights.",
         description="The weights for an example input, which docs/variants.md describes.",
+        openapi_extra=_describe_picture(),
     )
     async def variant_picture(variant: str, request: Request) -> Response:
         svg = _picture(catalogue.find(variant).name)
@@ -74,3 +95,54 @@ def router() -> APIRouter:
         return Response(svg, media_type=PICTURE_TYPE, headers=headers)
 
     return routes
+
+
+def _describe(response: dict[str, Any], *extra: QkvError) -> dict[str, Any]:
+    """Returns the description of an operation without a body; errors are those of its path."""
+    responses = {"200": response} | problem_responses(500, 503, extra=extra)
+    return describe(responses, parameters=[variant_parameter("variant")] if extra else ())
+
+
+def _describe_picture() -> dict[str, Any]:
+    svg = {
+        "description": "An SVG without scripts.",
+        "headers": CACHE_HEADERS,
+        "content": {PICTURE_TYPE: {"schema": TEXT}},
+    }
+    described = _describe(svg, unknown_variant())
+    described["responses"]["304"] = NOT_MODIFIED
+    return described
+
+
+def _entry_schema() -> Schema:
+    """Returns the component of a variant in the catalogue."""
+    letters = list_of(TEXT, description="One letter per axis.")
+    dtypes = list_of(enumeration("Dtype", DTYPES))
+    tensor = closed({"shape": letters, "broadcasts": FLAG, "dtypes": dtypes, "optional": FLAG})
+    output = closed({"shape": letters, "dtype": TEXT})
+    words = ("variant", "summary", "formula", "paper", "cost", "weights")
+    return named(
+        "Variant",
+        closed(
+            dict.fromkeys(words, TEXT)
+            | {
+                "inputs": _by_name(named("InputDescription", tensor)),
+                "parameters": {"type": "object", "description": "A JSON schema."},
+                "refuses": _by_name(TEXT)
+                | {"description": "Parameters that this variant rejects, with the reason."},
+                "outputs": _by_name(named("OutputDescription", output)),
+                "gradients": list_of(
+                    TEXT,
+                    description="Inputs that have gradients; empty if the variant has none.",
+                ),
+                "picture": {
+                    "type": ["string", "null"],
+                    "description": "Path of a picture of its weights; null if there is none.",
+                },
+            }
+        ),
+    )
+
+
+def _by_name(schema: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": schema}

@@ -1,1 +1,1 @@
-"""The OpenAPI document, its schemas and its examples. `document.py` is the entry point."""
+"""The OpenAPI document. Each endpoint has the schemas of its operation where it is registered."""

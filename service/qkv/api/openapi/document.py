@@ -1,22 +1,32 @@
-"""The OpenAPI document: its texts, operations, components and API key.
+"""The OpenAPI document: its texts, the operations of all routes, their components and API key.
 
-`create_app` calls `prepare_examples`, and `complete_document` with the document of FastAPI.
+`create_app` calls `build_document`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from importlib.resources import files
 from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from qkv import errors
 from qkv.api.auth import PUBLIC_PATHS
-from qkv.api.openapi import examples, measure, measure_schemas, open_inference, verify_schemas
-from qkv.api.openapi.components import COMPONENTS
-from qkv.api.openapi.operations import operations
-from qkv.api.openapi.problem_responses import problem_responses
-from qkv.attention import catalogue
+from qkv.api.openapi import oip_operation
+from qkv.api.openapi.operation import problem_responses
+from qkv.api.openapi.schemas import COMPONENT
 from qkv.wire import json, safetensors
 
-__all__ = ["DESCRIPTION", "TAGS", "complete_document", "prepare_examples"]
+__all__ = ["DESCRIPTION", "EXAMPLES", "EXAMPLES_FILE", "TAGS", "build_document"]
+
+EXAMPLES_FILE: Final = "examples.json"
+"""The examples of requests and responses by operation, beside this module."""
+
+EXAMPLES: Final = json.load(files(__package__).joinpath(EXAMPLES_FILE).read_bytes())
+"""By operation id: `request` and `response`, each by name."""
+_DATA: Final = ("example", "examples")  # no schemas
 
 DESCRIPTION: Final = f"""\
 **Bodies** are `{json.MEDIA_TYPE}` or `{safetensors.MEDIA_TYPE}`. `Content-Type` is the format of
@@ -78,46 +88,87 @@ _FRAMING_ERROR: Final = errors.PayloadTooLarge(
 )
 
 
-def prepare_examples() -> None:
-    """Runs the examples. Call it before the engine starts: they run outside the engine."""
-    examples.conversions()
-    examples.inference()
-    measure.examples()
-    verify_schemas.examples()
-    for variant in catalogue.variants().values():
-        examples.attention(variant)
-        if variant.backward is not None:
-            examples.gradients(variant)
+def build_document(app: FastAPI, routes: Iterable[APIRoute], is_guarded: bool) -> dict[str, Any]:
+    """Returns the document of an application.
 
-
-def complete_document(document: dict[str, Any], is_guarded: bool) -> None:
-    """Replaces the bodies and responses of FastAPI's document, in place.
-
-    FastAPI omits a default of null, writes integer bounds as floats, and cannot describe these
-    bodies.
+    FastAPI's own omits a default of null, writes integer bounds as floats, and cannot describe
+    these bodies.
 
     Args:
-        document: FastAPI's document.
+        app: has the title and other texts.
+        routes: `openapi_extra` of each describes its operation.
         is_guarded: requests need an API key.
     """
-    by_path = operations()
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            operation |= by_path[path]  # in place
-            extra = _connection_errors(path, reads_body=method == "post")
-            operation["responses"] = dict(sorted((extra | operation["responses"]).items()))
-    document["components"] = {
-        "schemas": {
-            **COMPONENTS,
-            **measure_schemas.components(),
-            **open_inference.components(),
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        if route.include_in_schema:
+            method = next(iter(route.methods or ()))
+            paths[route.path_format] = {method.lower(): _operation(route, method == "POST")}
+    for operation in (o for methods in paths.values() for o in methods.values()):
+        _add_examples(operation)
+    schemas: dict[str, Any] = {}
+    key = {"type": "http", "scheme": "bearer", "description": _KEY_DESCRIPTION}
+    document = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": app.title,
+            "summary": app.summary,
+            "description": app.description,
+            "license": app.license_info,
+            "version": app.version,
         },
-        "securitySchemes": {
-            "key": {"type": "http", "scheme": "bearer", "description": _KEY_DESCRIPTION}
-        },
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"key": key}},
+        "tags": app.openapi_tags,
     }
     if is_guarded:
         _require_key(document)
+    document["paths"] = _collect(paths, schemas)
+    return document
+
+
+def _operation(route: APIRoute, reads_body: bool) -> dict[str, Any]:
+    about = {"description": route.description} if route.description else {}
+    operation = {
+        "tags": route.tags,
+        "summary": route.summary,
+        **about,
+        "operationId": route.operation_id or route.unique_id,
+        **(route.openapi_extra or {}),
+    }
+    every = _connection_errors(route.path, reads_body) | operation["responses"]
+    return operation | {"responses": dict(sorted(every.items()))}
+
+
+def _add_examples(operation: dict[str, Any]) -> None:
+    """Adds the examples of an operation, which `make docs` has made, to its first format."""
+    for name, examples in EXAMPLES.get(operation["operationId"], {}).items():
+        part = operation["requestBody"] if name == "request" else operation["responses"]["200"]
+        kind = next(iter(part["content"]))
+        part["content"][kind] |= {"examples": examples}
+
+
+def _collect(node: Any, schemas: dict[str, Any]) -> Any:
+    """Moves the components in a part of the document to `schemas`.
+
+    Returns:
+        The part with references to them.
+    """
+    if isinstance(node, list):
+        return [_collect(item, schemas) for item in node]
+    if not isinstance(node, dict):
+        return node
+    rest = {
+        key: value if key in _DATA else _collect(value, schemas)
+        for key, value in node.items()
+        if key != COMPONENT
+    }
+    if COMPONENT not in node:
+        return rest
+    name, schema = node[COMPONENT]
+    content = _collect(schema, schemas)
+    assert schemas.setdefault(name, content) == content, f"two components have the name {name}"
+    return {"$ref": f"#/components/schemas/{name}", **rest}
 
 
 def _connection_errors(path: str, reads_body: bool) -> dict[str, Any]:
@@ -127,7 +178,7 @@ def _connection_errors(path: str, reads_body: bool) -> dict[str, Any]:
     """
     extra = [*_CONNECTION_ERRORS, *([_FRAMING_ERROR] if reads_body else [])]
     if path.startswith("/v2"):
-        return open_inference.error_responses(*(error.status for error in extra))
+        return oip_operation.error_responses(*(error.status for error in extra))
     return problem_responses(extra=extra)
 
 
@@ -140,7 +191,7 @@ def _require_key(document: dict[str, Any]) -> None:
             if path in PUBLIC_PATHS:
                 operation["security"] = []
                 continue
-            response = open_inference.unauthorized() if path.startswith("/v2") else unauthorized
+            response = oip_operation.unauthorized() if path.startswith("/v2") else unauthorized
             headers = {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}}
             every = operation["responses"] | {"401": response | {"headers": headers}}
             operation["responses"] = dict(sorted(every.items()))

@@ -1,45 +1,68 @@
-"""Parts of the JSON schemas of all operations: closed objects, tensors, fields of jobs."""
+"""Parts of the JSON schemas of several operations: components, tensors, fields of pydantic models.
+
+A component is a schema with a name. Generators of clients make a class of each, so that unions and
+objects have names of their own. `document` moves components to their place in the document.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import pydantic
 
-from qkv.api.job_runner import TIMEOUT_HEADER
-from qkv.tensors import FLOATING
+from qkv.tensors import DTYPES, FLOATING
 
 __all__ = [
+    "COMPONENT",
     "COUNT",
     "ENCODING",
+    "FLAG",
+    "FLAT_OR_NESTED",
+    "FLOATING_DTYPE",
     "NON_FINITE",
+    "NUMBER",
+    "PROBLEM",
+    "TENSOR",
     "TEXT",
-    "TIMEOUT",
+    "TIMING",
     "Schema",
     "closed",
+    "either",
+    "enumeration",
+    "list_of",
     "model_fields",
-    "ref",
-    "tensor",
+    "named",
+    "nullable",
+    "pascal",
+    "say_default",
+    "tensor_of",
+    "with_components",
 ]
 
 Schema = dict[str, Any]
 
+COMPONENT: Final = "$component"
+"""The key of a component in a schema: its name and its content."""
+
 TEXT: Final[Schema] = {"type": "string"}
-NON_FINITE: Final = ["NaN", "Infinity", "-Infinity"]
+FLAG: Final[Schema] = {"type": "boolean"}
 COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
-ENCODING: Final[Schema] = {
-    "type": ["string", "null"],
-    "enum": ["lists", "base64", None],
-    "default": None,
-    "description": "Encoding of tensors in the JSON response. By default that of the first tensor "
-    "of the request.",
-}
+NON_FINITE: Final = ["NaN", "Infinity", "-Infinity"]
+
+_AXES: Final = 4  # (B, H, L, D): recursive schemas have no types in most languages
+_BASE64: Final = "^[A-Za-z0-9+/]*={0,2}$"
 
 
-def ref(component: str) -> Schema:
+def named(name: str, schema: Schema) -> Schema:
     """Returns a reference to a component."""
-    return {"$ref": f"#/components/schemas/{component}"}
+    return {COMPONENT: (name, schema)}
+
+
+def pascal(name: str) -> str:
+    """Returns the name of a variant as the beginning of a component's name."""
+    return "".join(part.capitalize() for part in name.split("_"))
 
 
 def closed(properties: Mapping[str, Any], required: Iterable[str] | None = None) -> Schema:
@@ -52,49 +75,165 @@ def closed(properties: Mapping[str, Any], required: Iterable[str] | None = None)
     } | ({"required": needed} if needed else {})
 
 
-def tensor(dtypes: Iterable[str], description: str) -> Schema:
-    """Returns the schema of a tensor of one of these dtypes, as lists or base64."""
-    known = list(dtypes)
-    lists = [ref("Numbers")] if set(known) & set(FLOATING) else [ref("WholeNumbers")]
-    if "bool" in known:
-        lists.append(ref("Booleans"))
-    base64 = ref("Base64") | {"properties": {"dtype": {"enum": known}}}
-    return {"description": description, "anyOf": [*lists, base64]}
+def either(*schemas: Schema) -> Schema:
+    """Returns the union of schemas; the schema itself if it is the only one."""
+    return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+
+
+def nullable(schema: Schema) -> Schema:
+    """Returns the union of a schema and null."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def enumeration(name: str, values: Iterable[str]) -> Schema:
+    """Returns the component of texts with these values only."""
+    return named(name, TEXT | {"enum": list(values)})
+
+
+def list_of(items: Schema, **keywords: Any) -> Schema:
+    """Returns the schema of an array."""
+    return {"type": "array", "items": items, **keywords}
+
+
+FLOATING_DTYPE: Final = enumeration("FloatingDtype", FLOATING)
+NUMBER: Final = named(
+    "Number", {"anyOf": [{"type": "number"}, enumeration("NonFiniteNumber", NON_FINITE)]}
+)
+ENCODING: Final[Schema] = nullable(enumeration("Encoding", ["lists", "base64"])) | {
+    "description": "Encoding of tensors in the JSON response. By default that of the first tensor "
+    "of the request.",
+}
+
+
+def _nested(leaf: Schema) -> list[Schema]:
+    """Returns the schemas of a number, and of nested arrays of each rank."""
+    ranks = [leaf]
+    for _ in range(_AXES):
+        ranks.append(list_of(ranks[-1]))
+    return ranks
+
+
+_BYTES: Final = named(
+    "Base64Tensor",
+    closed(
+        {
+            "dtype": enumeration("Dtype", DTYPES),
+            "shape": list_of(COUNT, maxItems=8),
+            "data": {"type": "string", "contentEncoding": "base64", "pattern": _BASE64},
+        }
+    )
+    | {"description": "Little-endian, row-major bytes in base64, to match dtype and shape."},
+)
+TENSOR: Final = named(
+    "Tensor",
+    {
+        "anyOf": [*_nested(NUMBER), _BYTES],
+        "description": "A number, nested lists of numbers that are not ragged, or base64.",
+    },
+)
+_INTEGERS: Final = named("IntegerTensor", {"anyOf": [*_nested({"type": "integer"}), _BYTES]})
+_MASK: Final = named("MaskTensor", {"anyOf": [*_nested(FLAG), *_nested(NUMBER), _BYTES]})
+
+
+FLAT_OR_NESTED: Final = named(
+    "InferData",
+    {
+        "anyOf": [*_nested(NUMBER)[1:], *_nested(FLAG)[1:]],
+        "description": "Flat, or nested as in the shape.",
+    },
+)
+
+
+def tensor_of(dtypes: Iterable[str], description: str) -> Schema:
+    """Returns the schema of a tensor of one of these dtypes."""
+    known = set(dtypes)
+    kind = _MASK if "bool" in known else TENSOR if known & set(FLOATING) else _INTEGERS
+    return kind | {"description": description}
+
+
+_TIMES: Final = {
+    "queue_ms": "In the queue.",
+    "transfer_ms": "Copying tensors to the device and back.",
+    "compute_ms": "Computing the variant and its layer.",
+    "total_ms": "From the last byte of the request to the response.",
+}
+TIMING: Final = named(
+    "Timing",
+    closed(
+        {
+            **{
+                name: {"type": "number", "minimum": 0, "description": what}
+                for name, what in _TIMES.items()
+            },
+            "batch_size": {
+                "type": "integer",
+                "minimum": 1,
+                "description": "Requests in the batch, including this one.",
+            },
+            "device": TEXT | {"description": "The device of the run."},
+            "backend": TEXT | {"description": "The code path of the variant."},
+            "flops": COUNT | {"description": "Of the matrix products."},
+            "bytes": COUNT | {"description": "Of all input and output tensors."},
+        }
+    )
+    | {"description": "Measured times in milliseconds; computed counts of flops and bytes."},
+)
+PROBLEM: Final = named(
+    "Problem",
+    closed(
+        {
+            "type": TEXT | {"description": "The kind of problem; stable."},
+            "title": TEXT,
+            "status": {"type": "integer"},
+            "detail": TEXT | {"description": "The received and the expected value."},
+            "pointer": TEXT | {"description": "JSON pointer to the invalid part of the request."},
+            "limit": COUNT | {"description": "The exceeded limit, with 413."},
+        },
+        ("type", "title", "status", "detail"),
+    )
+    | {"description": "A problem document (RFC 9457)."},
+)
 
 
 def model_fields(model: type[pydantic.BaseModel]) -> dict[str, Schema]:
     """Returns the properties of a model without titles, which only repeat the names."""
     schema = model.model_json_schema()
-    properties: dict[str, Schema] = _inlined(schema.get("properties", {}), schema.get("$defs", {}))
-    for field in properties.values():
-        field.pop("title", None)
+    properties: dict[str, Schema] = with_components(
+        schema.get("properties", {}), schema.get("$defs", {})
+    )
     return properties
 
 
-def _inlined(node: Any, definitions: dict[str, Schema]) -> Any:
-    """Returns a schema with definitions in place of the references to them."""
+def say_default(schema: Schema) -> Schema:
+    """Returns a schema whose default is in its description.
+
+    Some generators require a field that has the keyword `default`, in requests too.
+    """
+    is_field = any(isinstance(schema.get(key), str) for key in ("description", "title"))
+    if "default" not in schema or not is_field:  # a property may have the name "default"
+        return schema
+    rest = {name: value for name, value in schema.items() if name != "default"}
+    if schema["default"] is None:  # the same as to leave the field out
+        return rest
+    default = f"Default: `{json.dumps(schema['default'])}`."
+    return rest | {"description": f"{schema.get('description', '')} {default}".strip()}
+
+
+def with_components(node: Any, definitions: Mapping[str, Schema]) -> Any:
+    """Returns a part of pydantic's schema with components in place of its references."""
     if isinstance(node, list):
-        return [_inlined(item, definitions) for item in node]
+        return [with_components(item, definitions) for item in node]
     if not isinstance(node, dict):
         return node
-    if (name := node.get("$ref")) is not None:
-        node = definitions[name.removeprefix("#/$defs/")] | {
-            key: value for key, value in node.items() if key != "$ref"
-        }
-        node = {key: value for key, value in node.items() if key != "title"}
-        node["properties"] = {
-            key: {k: v for k, v in field.items() if k != "title"}
-            for key, field in node.get("properties", {}).items()
-        }
-    return {key: _inlined(value, definitions) for key, value in node.items()}
-
-
-TIMEOUT: Final = {
-    "name": TIMEOUT_HEADER,
-    "in": "header",
-    "required": False,
-    "description": "Seconds that the request may be queued. After them it does not run. "
-    "Conversions and lists of layers also end after them.",
-    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000_000},
-}
-"""The header parameter of every operation that has a deadline."""
+    node = say_default(node)
+    rest = {
+        key: with_components(value, definitions)
+        for key, value in node.items()
+        if key != "$ref" and not (key == "title" and isinstance(value, str))
+    }
+    if node.get("enum") == list(FLOATING):
+        return FLOATING_DTYPE | {n: x for n, x in rest.items() if n not in ("enum", "type")}
+    if (reference := node.get("$ref")) is None:
+        return rest
+    name = reference.removeprefix("#/$defs/")
+    return named(name, with_components(definitions[name], definitions)) | rest

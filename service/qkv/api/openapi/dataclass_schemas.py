@@ -1,7 +1,4 @@
-"""JSON schemas of the response dataclasses of `wire`, as components of the OpenAPI document.
-
-`response_components` is the entry point.
-"""
+"""JSON schemas of the response dataclasses of `wire`, as components of the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -13,11 +10,10 @@ import pydantic
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
+from qkv.api.openapi.schemas import Schema, with_components
 from qkv.wire.response_fields import is_left_out, json_name
 
-__all__ = ["response_components"]
-
-Schema = dict[str, Any]
+__all__ = ["dataclass_schema"]
 
 _NULL: Final = {"type": "null"}
 
@@ -45,17 +41,13 @@ class _Generator(GenerateJsonSchema):
         }
 
 
-def response_components(*kinds: type) -> dict[str, Schema]:
-    """Returns the schemas of dataclasses, and of those in their fields, by class name."""
-    _, schemas = pydantic.TypeAdapter.json_schemas(
-        [(kind, "validation", pydantic.TypeAdapter(kind)) for kind in kinds],
-        ref_template="#/components/schemas/{model}",
-        schema_generator=_Generator,
-    )
-    components: dict[str, Schema] = schemas["$defs"]
-    for component in components.values():
-        component.pop("title", None)
-    return components
+def dataclass_schema(kind: type) -> Schema:
+    """Returns the component of a dataclass; the dataclasses in its fields are components too."""
+    found = pydantic.TypeAdapter(kind).json_schema(schema_generator=_Generator)
+    definitions = found.pop("$defs", {})
+    name = found.pop("$ref", f"#/$defs/{kind.__name__}")
+    component: Schema = with_components({"$ref": name}, {kind.__name__: found, **definitions})
+    return component
 
 
 def _not_null(schema: Schema) -> Schema:
