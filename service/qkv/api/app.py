@@ -17,7 +17,6 @@ from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from qkv.api import variant_pictures
 from qkv.api.auth import ApiKeyMiddleware, ApiKeys
 from qkv.api.dispatcher import Dispatcher, Endpoint
 from qkv.api.endpoints import (
@@ -111,8 +110,6 @@ def create_app(
         bound: address and port of the server's socket, as for `SourceRules`.
     """
     runtime = _build_runtime(settings or Settings(), worker, remote)
-    for variant in catalogue.variants().values():
-        variant_pictures.draw(variant)  # outside the engine, so before it starts
     app = FastAPIOffline(  # serves Swagger UI's files itself: no request to another host
         docs_url=None,  # the playground has the page, which sends the user's key
         redoc_url=None,
