@@ -72,8 +72,9 @@ def in_bytes(context: schemathesis.SerializationContext, value: Any) -> dict[str
 @schemathesis.hook
 def before_call(context: schemathesis.HookContext, case: Case, kwargs: dict[str, Any]) -> None:
     """Puts the variant of a case of /v1/verify into the path, of examples too."""
-    if isinstance(case.body, dict) and isinstance(case.body.get("case"), dict):
-        named = case.body["case"].get("variant")
+    body: Any = case.body
+    if isinstance(body, dict) and isinstance(body.get("case"), dict):
+        named = body["case"].get("variant")
         if isinstance(named, str) and named in catalogue.variants():
             case.path_parameters["variant"] = named
 
