@@ -124,6 +124,8 @@ class Fitting:
                 fields["parameters"].pop("rank", None)  # the projection determines the rank
         if "weights" in fields:
             fields["weights"] = self._form_of_weights(variant, arrays, fields["weights"])
+            if fields["weights"] != "full":  # other forms restrict the outputs
+                fields.pop("outputs", None)
         shape = self._output(variant, arrays)
         # lists get the dtype in `dtype`; base64 is float32, the default
         form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
@@ -210,9 +212,10 @@ class Fitting:
             fields["from"] = "auto"  # the tensors are those of v2
         if given.get("heads") or fields["to"] in ("neox", "bloom", "falcon", "phi3"):
             fields["heads"] = int(self._draw.choice([1, 2, 4, 8]))
-        if (fields["from"] == "v1") == (fields["to"] == "v1"):
-            fields.pop("bias", None)  # there is no way from or to v1
-        width = _WIDTH if fields["to"] == "mha" else self._size()  # its query is square
+        if (fields["from"] == "v1") == (fields["to"] == "v1") or fields["to"] == "mha":
+            fields.pop("bias", None)  # there is no way from or to v1, or a bias leaves no square
+        # the query of mha is square; the last row of a weight may become a bias
+        width = _WIDTH if fields["to"] == "mha" else self._size() + 1
         form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
         return fields | {"tensors": self._weights(fields["from"], width, form)}
 

@@ -14,6 +14,7 @@ import schemathesis
 from schemathesis.core.parameters import ParameterLocation
 from schemathesis.transport.requests import REQUESTS_TRANSPORT
 
+from qkv.attention import catalogue
 from qkv.wire import json, safetensors
 from qkv.wire.open_inference import LENGTH_HEADER
 from support.fitting_requests import Fitting
@@ -66,6 +67,16 @@ def in_bytes(context: schemathesis.SerializationContext, value: Any) -> dict[str
     """Returns fitting bytes as the body, because the schema of such a body is only "bytes"."""
     body, length = _fitting(context.case).body()
     return {"data": body} | ({} if length is None else {"headers": {LENGTH_HEADER: str(length)}})
+
+
+@schemathesis.hook
+def before_call(context: schemathesis.HookContext, case: Case, kwargs: dict[str, Any]) -> None:
+    """Puts the variant of a case of /v1/verify into the path, of examples too."""
+    body: Any = case.body
+    if isinstance(body, dict) and isinstance(body.get("case"), dict):
+        named = body["case"].get("variant")
+        if isinstance(named, str) and named in catalogue.variants():
+            case.path_parameters["variant"] = named
 
 
 @schemathesis.hook

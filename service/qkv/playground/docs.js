@@ -15,7 +15,12 @@ async function start() {
   const main = document.querySelector("main");
   try {
     const spec = await get("/openapi.json");
-    globalThis.SwaggerUIBundle({ spec, domNode: main, deepLinking: true, requestInterceptor: addKey });
+    globalThis.SwaggerUIBundle({
+      spec,
+      domNode: main,
+      deepLinking: true,
+      requestInterceptor: addKey,
+    });
   } catch (error) {
     main.replaceChildren(h("p", { role: "alert" }, error.message));
   }
