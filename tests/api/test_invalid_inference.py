@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from support.invalid_inference import CRAFTED, OF_FIELDS, OF_VALUES, Rows
-from support.oip_requests import INFER_PATH, LENGTH_HEADER, error_of, post, request_with_lists
+from support.open_inference_requests import (
+    INFER_PATH,
+    LENGTH_HEADER,
+    error_of,
+    post,
+    request_with_lists,
+)
 from support.openapi_schemas import assert_matches_document, body_schema, fits
 from support.service import Server
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as stdlib
 from typing import Any, Final
 
-from support.oip_requests import request_with_lists
+from support.open_inference_requests import request_with_lists
 
 
 def text(*entries: Any, **fields: Any) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from qkv.wire import json, responses
-from qkv.wire.oip_responses import BinarySize, InferResponse, InferTensor
+from qkv.wire.open_inference_responses import BinarySize, InferResponse, InferTensor
 from qkv.wire.response_fields import from_json
 from qkv.wire.responses import (
     BaselineComparison,

@@ -25,9 +25,9 @@ from qkv.api.endpoints import (
     health,
     layers,
     metrics,
-    oip_infer,
-    oip_models,
-    oip_repository,
+    open_inference_infer,
+    open_inference_models,
+    open_inference_repository,
     playground,
     run,
     sweep,
@@ -188,11 +188,11 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> tuple[dict[str, Endpoint], li
     settings, engine, job_runner = runtime.settings, runtime.engine, runtime.job_runner
     shared_state = runtime.worker.shared_state
     handler = run.RunHandler(job_runner, settings)
-    infer = oip_infer.InferHandler(job_runner, shared_state.models, settings)
+    infer = open_inference_infer.InferHandler(job_runner, shared_state.models, settings)
     run_routers = (run.attention_router(handler), run.gradients_router(handler))
     routers = (
         *run_routers,
-        oip_infer.router(infer),
+        open_inference_infer.router(infer),
         compare.router(job_runner, settings),
         sweep.router(job_runner, settings, shared_state),
         convert.router(job_runner, settings),
@@ -202,8 +202,8 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> tuple[dict[str, Endpoint], li
         health.router(engine, shared_state),
         playground.router(),
         metrics.router(shared_state, engine.device_name),
-        oip_models.router(engine, shared_state),
-        oip_repository.router(shared_state.models),
+        open_inference_models.router(engine, shared_state),
+        open_inference_repository.router(shared_state.models),
     )
     for router in routers:
         app.include_router(router)

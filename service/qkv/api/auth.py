@@ -9,7 +9,7 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from qkv.api.endpoints.oip_models import HEALTH_PATHS
+from qkv.api.endpoints.open_inference_models import HEALTH_PATHS
 from qkv.api.endpoints.playground import PATHS
 from qkv.errors import QkvError, Unauthorized
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fastapi import Response
 
-from qkv.api.endpoints.oip_models import oip_error_response
+from qkv.api.endpoints.open_inference_models import open_inference_error_response
 from qkv.api.observability import record_error
 from qkv.errors import QkvError
 from qkv.wire import json
@@ -19,7 +19,7 @@ def error_response(error: QkvError, path: str) -> Response:
     """Returns the response for an error at a path, and records the error."""
     record_error(error)
     if path == "/v2" or path.startswith("/v2/"):
-        return oip_error_response(error)
+        return open_inference_error_response(error)
     return Response(
         json.dump(error.problem()),
         status_code=error.status,

@@ -91,9 +91,11 @@ class Run:
         """
         from qkv.client.figures.run_figure import draw_run  # needs matplotlib
 
+        kind = f", {self.weights_are} weights" if self.weights_are else ""
         return draw_run(
-            self, tokens=tokens, key_tokens=key_tokens, batch=batch, heads=heads,
-            shared_scale=shared_scale, title=title, ax=ax,
+            self.outputs, self.form, subject=f"{self.variant}{kind}", tokens=tokens,
+            key_tokens=key_tokens, batch=batch, heads=heads, shared_scale=shared_scale, title=title,
+            ax=ax,
         )  # fmt: skip
 
     def __repr__(self) -> str:

@@ -71,7 +71,9 @@ def draw_call(
             title += f", heads {', '.join(map(str, chosen))}"
     B = len(call.query)
     return draw_run(
-        run,
+        run.outputs,
+        run.form,
+        subject=run.variant,
         tokens=_tokens_at("tokens", choose_tokens("tokens", tokens, batch, B), part.queries, L),
         key_tokens=_tokens_at(
             "key_tokens", choose_tokens("key_tokens", key_tokens, batch, B), part.keys, S

@@ -25,7 +25,7 @@ from qkv.wire.casting import cast_untyped
 from qkv.wire.json_arrays import LIST, MAX_AXES, OBJECT, NestedLists, format_node
 from qkv.wire.json_document import Document, items
 from qkv.wire.message import Message
-from qkv.wire.oip_responses import DATATYPES, BinarySize, InferTensor
+from qkv.wire.open_inference_responses import DATATYPES, BinarySize, InferTensor
 
 __all__ = [
     "DATATYPES",

@@ -12,7 +12,7 @@ import openapi_spec_validator
 import pytest
 from fastapi import APIRouter
 
-from qkv.api.endpoints.oip_infer import InferHandler
+from qkv.api.endpoints.open_inference_infer import InferHandler
 from qkv.api.endpoints.run import RunHandler
 from qkv.api.openapi.operation import PROBLEMS
 from qkv.attention import catalogue

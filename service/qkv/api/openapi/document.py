@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 
 from qkv import errors
 from qkv.api.auth import PUBLIC_PATHS
-from qkv.api.openapi import oip_operation
+from qkv.api.openapi import open_inference_operation
 from qkv.api.openapi.operation import problem_responses
 from qkv.api.openapi.schemas import COMPONENT
 from qkv.wire import json, safetensors
@@ -178,7 +178,7 @@ def _connection_errors(path: str, reads_body: bool) -> dict[str, Any]:
     """
     extra = [*_CONNECTION_ERRORS, *([_FRAMING_ERROR] if reads_body else [])]
     if path.startswith("/v2"):
-        return oip_operation.error_responses(*(error.status for error in extra))
+        return open_inference_operation.error_responses(*(error.status for error in extra))
     return problem_responses(extra=extra)
 
 
@@ -191,7 +191,9 @@ def _require_key(document: dict[str, Any]) -> None:
             if path in PUBLIC_PATHS:
                 operation["security"] = []
                 continue
-            response = oip_operation.unauthorized() if path.startswith("/v2") else unauthorized
+            response = (
+                open_inference_operation.unauthorized() if path.startswith("/v2") else unauthorized
+            )
             headers = {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}}
             every = operation["responses"] | {"401": response | {"headers": headers}}
             operation["responses"] = dict(sorted(every.items()))

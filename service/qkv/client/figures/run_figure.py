@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,9 +14,6 @@ from qkv.client.arrays import to_raw
 from qkv.client.figures.heat_maps import Labels, Panel, draw_panels
 from qkv.client.figures.scale import Scale
 from qkv.client.figures.tokens import Tokens, check_count, choose_tokens
-
-if TYPE_CHECKING:
-    from qkv.client.results import Run
 
 __all__ = ["draw_run"]
 
@@ -54,8 +51,10 @@ class _Choice(NamedTuple):
 
 
 def draw_run(
-    run: Run,
+    outputs: Mapping[str, Any],
+    form: str | Mapping[str, Any],
     *,
+    subject: str,
     tokens: Tokens | None = None,
     key_tokens: Tokens | None = None,
     batch: int = 0,
@@ -68,14 +67,16 @@ def draw_run(
     """Returns the figure of a run's weights.
 
     Args:
-        run: with weights.
+        outputs: of a run, with weights; arrays by name.
+        form: the form of the weights, as `Run.form`.
+        subject: what the title names; the parts that are drawn follow it.
         head_names: the number that labels each chosen head; None: its index.
         tokens, key_tokens, batch, heads, shared_scale, title, ax: as for `Run.figure`.
 
     Raises:
         ValueError: the arguments do not fit the run, or it has no weights.
     """
-    arrays = {name: to_raw(array).numpy() for name, array in run.outputs.items()}
+    arrays = {name: to_raw(array).numpy() for name, array in outputs.items()}
     is_stats = "entropy" in arrays
     drawn = arrays.get("entropy" if is_stats else "weights")
     rank = 1 if is_stats else 2
@@ -91,12 +92,12 @@ def draw_run(
     )
     names = head_names or choice.heads
     if title is None:
-        title = _title(run, choice)
+        title = _title(subject, choice)
     if is_stats:
         panels = _statistics(arrays, choice, queries, keys, names)
         scales = [Scale.by_root([panel.matrix]) for panel in panels]
         return draw_panels(panels, scales, title=title, value_name="", ax=ax)
-    panels = _matrices(arrays, run, choice, queries, keys, names)
+    panels = _matrices(arrays, form, choice, queries, keys, names)
     matrices = [panel.matrix for panel in panels]
     groups = [matrices] if shared_scale else [[matrix] for matrix in matrices]
     scales = [Scale.by_root(group) for group in groups]
@@ -131,11 +132,9 @@ def _choose(lead: tuple[int, ...], batch: int, heads: Sequence[int] | None) -> _
     return _Choice(batch, sequences, chosen, count)
 
 
-def _title(run: Run, choice: _Choice) -> str:
-    """Returns the variant, and the parts that are drawn if there are others."""
-    parts = [run.variant]
-    if run.weights_are:
-        parts.append(f"{run.weights_are} weights")
+def _title(subject: str, choice: _Choice) -> str:
+    """Returns the subject, and the parts that are drawn if there are others."""
+    parts = [subject]
     if choice.sequences > 1:
         parts.append(f"sequence {choice.batch} of {choice.sequences:,}")
     if choice.heads is not None and len(choice.heads) < choice.head_count:
@@ -147,14 +146,14 @@ def _title(run: Run, choice: _Choice) -> str:
 
 def _matrices(
     arrays: Mapping[str, np.ndarray],
-    run: Run,
+    form: str | Mapping[str, Any],
     choice: _Choice,
     queries: list[str] | None,
     keys: list[str] | None,
     names: Sequence[int] | None,
 ) -> list[Panel]:
     """Returns a panel for each head. A weight of 0 is an empty cell."""
-    planes, form = choice.planes(arrays["weights"], 2), run.form
+    planes = choice.planes(arrays["weights"], 2)
     rows, columns = planes.shape[1:]
     indices = None
     if "indices" in arrays:

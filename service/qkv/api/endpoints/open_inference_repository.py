@@ -10,16 +10,16 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
-from qkv.api.endpoints.oip_models import VERSION, find_model, new_router, respond
+from qkv.api.endpoints.open_inference_models import VERSION, find_model, new_router, respond
 from qkv.api.openapi.dataclass_schemas import dataclass_schema
-from qkv.api.openapi.oip_operation import describe_model, describe_server
+from qkv.api.openapi.open_inference_operation import describe_model, describe_server
 from qkv.api.openapi.operation import in_json
 from qkv.api.openapi.schemas import FLAG, Schema, closed, list_of, named, nullable
 from qkv.api.request_body import read_body
 from qkv.errors import InvalidContent
 from qkv.telemetry.model_stats import ModelStats
 from qkv.wire import json
-from qkv.wire.oip_responses import Loaded, RepositoryModel, Unloaded
+from qkv.wire.open_inference_responses import Loaded, RepositoryModel, Unloaded
 
 __all__ = ["router"]
 

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from support.oip_requests import error_of, post, request_with_lists
+from support.open_inference_requests import error_of, post, request_with_lists
 from support.service import Server
 
 

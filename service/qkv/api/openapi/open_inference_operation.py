@@ -7,7 +7,7 @@ from typing import Any, Final
 from qkv.api.openapi.dataclass_schemas import dataclass_schema
 from qkv.api.openapi.operation import describe, in_json, variant_parameter
 from qkv.api.openapi.schemas import Schema
-from qkv.wire import oip_responses
+from qkv.wire import open_inference_responses
 
 __all__ = [
     "describe_health",
@@ -61,7 +61,7 @@ def describe_model(
 
 def error_responses(*statuses: int) -> dict[str, Any]:
     """Returns the error responses with these statuses."""
-    schema = dataclass_schema(oip_responses.ModelError)
+    schema = dataclass_schema(open_inference_responses.ModelError)
     by_status = {str(s): in_json(_ERROR_DESCRIPTIONS[s], schema) for s in sorted(statuses)}
     if "503" in by_status:
         wait = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
@@ -71,5 +71,5 @@ def error_responses(*statuses: int) -> dict[str, Any]:
 
 def unauthorized() -> dict[str, Any]:
     """Returns the response to a request without a valid API key."""
-    schema = dataclass_schema(oip_responses.ModelError)
+    schema = dataclass_schema(open_inference_responses.ModelError)
     return in_json("The request has none of the API keys.", schema)

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final, NamedTuple
 import pydantic
 from fastapi import APIRouter, Request, Response
 
-from qkv.api.endpoints.oip_infer_schemas import BINARY_TYPE, describe_infer
-from qkv.api.endpoints.oip_models import VERSION, default_output, find_loaded, new_router
+from qkv.api.endpoints.open_inference_infer_schemas import BINARY_TYPE, describe_infer
+from qkv.api.endpoints.open_inference_models import VERSION, default_output, find_loaded, new_router
 from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
 from qkv.api.run_timing import server_timing, timing_fields
@@ -29,7 +29,7 @@ from qkv.settings import Settings
 from qkv.telemetry.model_stats import ModelStats
 from qkv.wire import json, open_inference
 from qkv.wire.message import Message
-from qkv.wire.oip_responses import InferResponse
+from qkv.wire.open_inference_responses import InferResponse
 
 __all__ = ["InferHandler", "router"]
 

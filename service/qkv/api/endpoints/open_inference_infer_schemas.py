@@ -1,12 +1,12 @@
-"""The operation of inference in the OpenAPI document. `oip_infer` registers it."""
+"""The operation of inference in the OpenAPI document. `open_inference_infer` registers it."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from qkv.api.endpoints.oip_models import VERSION
+from qkv.api.endpoints.open_inference_models import VERSION
 from qkv.api.openapi.dataclass_schemas import dataclass_schema
-from qkv.api.openapi.oip_operation import describe_model
+from qkv.api.openapi.open_inference_operation import describe_model
 from qkv.api.openapi.operation import BINARY, SERVER_TIMING, TIMEOUT, in_json
 from qkv.api.openapi.schemas import (
     COUNT,
@@ -22,7 +22,7 @@ from qkv.api.openapi.schemas import (
     nullable,
 )
 from qkv.wire import open_inference
-from qkv.wire.oip_responses import BinarySize
+from qkv.wire.open_inference_responses import BinarySize
 
 __all__ = ["BINARY_TYPE", "describe_infer"]
 

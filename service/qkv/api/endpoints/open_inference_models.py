@@ -13,7 +13,11 @@ from fastapi import APIRouter, Response
 from pydantic_core import to_json
 
 from qkv.api.openapi.dataclass_schemas import dataclass_schema
-from qkv.api.openapi.oip_operation import describe_health, describe_model, describe_server
+from qkv.api.openapi.open_inference_operation import (
+    describe_health,
+    describe_model,
+    describe_server,
+)
 from qkv.api.openapi.operation import in_json
 from qkv.api.openapi.schemas import either
 from qkv.attention import catalogue
@@ -25,7 +29,8 @@ from qkv.telemetry.model_stats import ModelStats
 from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
 from qkv.wire import json
-from qkv.wire.oip_responses import (
+from qkv.wire.open_inference import DATATYPES
+from qkv.wire.open_inference_responses import (
     InputConfig,
     InputMetadata,
     InputParameters,
@@ -48,7 +53,6 @@ from qkv.wire.oip_responses import (
     TransactionPolicy,
     VersionPolicy,
 )
-from qkv.wire.open_inference import DATATYPES
 from qkv.wire.response_fields import from_json
 
 __all__ = [
@@ -58,7 +62,7 @@ __all__ = [
     "find_loaded",
     "find_model",
     "new_router",
-    "oip_error_response",
+    "open_inference_error_response",
     "respond",
     "router",
 ]
@@ -109,7 +113,7 @@ def find_loaded(models: ModelStats, name: str, version: str = VERSION) -> Varian
     return variant
 
 
-def oip_error_response(error: QkvError) -> Response:
+def open_inference_error_response(error: QkvError) -> Response:
     """Returns an error in the protocol's form, with Triton's statuses.
 
     Those are 400 for any invalid request, and 503 also for an exceeded deadline.

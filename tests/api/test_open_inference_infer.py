@@ -17,7 +17,7 @@ import pytest
 
 from qkv.attention import catalogue
 from support.known_requests import assert_problem
-from support.oip_requests import (
+from support.open_inference_requests import (
     INFER_PATH,
     INPUTS,
     LENGTH_HEADER,
