@@ -55,7 +55,7 @@ ANCHOR: Final = entry(
 )
 RESPONSE: Final = {
     "anchor": ANCHOR,
-    "variants": [entry("linear"), entry("mean", weights=None, peak_bytes=None)],
+    "variants": [entry("linear"), entry("mean", weights=None)],
     "notes": ["linear is near uniform <here> & there."],
     "timing": {
         "queue_ms": 1.5, "transfer_ms": 0.5, "compute_ms": 6.0, "runs": 12, "device": "cpu",
@@ -219,7 +219,7 @@ cost
   milliseconds               0.5 (0.4–123)      0.5 (0.4–123)      0.5 (0.4–123)
   floating-point operations           1.23 M             1.23 M             1.23 M
   bytes in and out                     4 KiB              4 KiB              4 KiB
-  peak memory                          3 MiB              3 MiB                  –
+  peak memory                          3 MiB              3 MiB              3 MiB
 
 softmax is the baseline: its own distance is to its run in float64.
 In brackets: the worst row, the range of entropies, the range of times.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,7 @@ def compare(
         else:
             comparison = send(url, api_key, build_compare_message(message))
     if as_json:
-        echo(json.dump(asdict(comparison)))
+        echo(json.dump(comparison))
         return
     echo(comparison.table(line_width()))
     if comparison.anchor.heads is not None:

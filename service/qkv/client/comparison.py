@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Self, TypeAlias
 
+import msgspec
+
 from qkv.client.tables import Table, format_number, format_scaled, variant_labels
-from qkv.wire.response_fields import from_json
 from qkv.wire.responses import CompareResponse, HeadFigures, VariantComparison
 
 __all__ = ["Comparison", "VariantComparison"]
 
 
-class Comparison(CompareResponse):
+class Comparison(CompareResponse, frozen=True):
     """Variants compared with a baseline on the same inputs.
 
     Attributes:
@@ -25,12 +26,10 @@ class Comparison(CompareResponse):
         timing: of the whole request: device, milliseconds, number of runs.
     """
 
-    __slots__ = ()
-
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Builds it from the service's JSON."""
-        return from_json(cls, fields)
+        return msgspec.convert(fields, cls)
 
     def table(self, width: int | None = None) -> str:
         """Returns the results as text: a line for each measure, a column for each variant.

@@ -10,6 +10,7 @@ import re
 from typing import Final, NoReturn, TypeVar
 
 import httpx
+import msgspec
 
 from qkv.client.request_builders import RequestSpec
 from qkv.errors import MalformedRequest, QkvError, ServiceUnavailable, from_problem
@@ -109,7 +110,7 @@ def parse_response(spec: RequestSpec[_T], response: httpx.Response) -> _T:
         raise to_error(response)
     try:
         return spec.parse(response)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
         raise MalformedRequest(f"the response is not from a qkv service: {error}") from None
 
 

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from io import StringIO
 from typing import Any, Final
 
+import msgspec
+
 from qkv.client.event_source import ServerSentEvent
 from qkv.client.tables import Table, format_number, variant_labels
 from qkv.errors import MalformedRequest, from_problem
 from qkv.wire import responses
-from qkv.wire.response_fields import from_json
 from qkv.wire.responses import Crossover, Done, Progress
 
 __all__ = ["Cell", "Crossover", "Progress", "SweepResults"]
@@ -26,7 +27,7 @@ _COLUMNS: Final = (
 )  # fmt: skip
 
 
-class Cell(responses.Cell):
+class Cell(responses.Cell, frozen=True):
     """A variant at a length: its times, or the problem why it could not run.
 
     Attributes:
@@ -40,8 +41,6 @@ class Cell(responses.Cell):
         peak_bytes: memory beside the inputs.
         problem: a problem document if the cell could not run, else None.
     """
-
-    __slots__ = ()
 
     @property
     def why_not(self) -> str:
@@ -76,22 +75,22 @@ class SweepResults:
         """
         try:
             return self._add(event.event, json.loads(event.data))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
             raise MalformedRequest(
                 f"the event {event.event!r:.60} is not that of a sweep: {error}"
             ) from None
 
     def _add(self, name: str, fields: dict[str, Any]) -> Cell | Progress | None:
         if name == "progress":
-            return from_json(Progress, fields)
+            return msgspec.convert(fields, Progress)
         if name == "cell":
-            cell = from_json(Cell, fields)
+            cell = msgspec.convert(fields, Cell)
             self.cells.append(cell)
             return cell
         if name == "error":
             raise from_problem(int(fields["problem"]["status"]), fields["problem"])
         if name == "done":
-            self.crossovers = list(from_json(Done, fields).crossovers)
+            self.crossovers = list(msgspec.convert(fields, Done).crossovers)
             self.finished = True
         return None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
 import orjson
 import pybase64
 
@@ -16,7 +17,6 @@ from qkv.wire import json_arrays
 from qkv.wire.json_arrays import LIST, MAX_AXES, OBJECT, NestedLists, format_node
 from qkv.wire.json_document import Document, items
 from qkv.wire.message import Message
-from qkv.wire.response_fields import json_fields
 
 __all__ = [
     "MEDIA_TYPE",
@@ -156,8 +156,8 @@ def pop_encoding(fields: dict[str, Any]) -> str | None:
 
 
 def dump(document: Any) -> bytes:
-    """Encodes plain JSON, such as a problem document, and response dataclasses."""
-    return orjson.dumps(document, json_fields, orjson.OPT_PASSTHROUGH_DATACLASS)
+    """Encodes plain JSON, such as a problem document, and responses."""
+    return msgspec.json.encode(document)
 
 
 def _tensors(document: Document, node: Any, pointer: str) -> dict[str, NestedLists | _Base64]:

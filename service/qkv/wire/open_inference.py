@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import orjson
 
@@ -203,16 +204,16 @@ def encode_tensors(
         else:
             count = tensor.nbytes // DTYPES[tensor.dtype].itemsize
             flat = RawTensor(tensor.dtype, (count,), tensor.data)
-            data = orjson.Fragment(json_arrays.write(flat))
+            data = msgspec.Raw(json_arrays.write(flat))
             entries.append(InferTensor(name, datatype, tensor.shape, data=data))
     return entries, chunks
 
 
 @lru_cache(_MAX_KNOWN)
-def _binary_entry(name: str, datatype: str, shape: tuple[int, ...], size: int) -> orjson.Fragment:
+def _binary_entry(name: str, datatype: str, shape: tuple[int, ...], size: int) -> msgspec.Raw:
     """Returns the entry of a binary tensor as JSON, which is the same for many responses."""
     entry = InferTensor(name, datatype, shape, parameters=BinarySize(size))
-    return orjson.Fragment(json.dump(entry))
+    return msgspec.Raw(json.dump(entry))
 
 
 class _Tensor:

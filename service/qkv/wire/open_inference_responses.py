@@ -1,4 +1,4 @@
-"""The responses below `/v2`, as dataclasses: the Open Inference Protocol and Triton's extensions.
+"""The responses below `/v2`, as structs: the Open Inference Protocol and Triton's extensions.
 
 The service builds them, and the OpenAPI document takes its schemas from them.
 """
@@ -6,7 +6,6 @@ The service builds them, and the OpenAPI document takes its schemas from them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import (
     Annotated,
     Any,
@@ -15,8 +14,10 @@ from typing import (
     TypeAlias,
 )
 
+from msgspec import Meta
+
 from qkv.tensors import DTYPES
-from qkv.wire.response_fields import Count, Keywords, PositiveCount, doc
+from qkv.wire.response import Count, PositiveCount, Response, doc
 
 __all__ = [
     "DATATYPES",
@@ -66,23 +67,21 @@ DATATYPES: Final = {
 """The Open Inference Protocol's name of each dtype."""
 assert DATATYPES.keys() == DTYPES.keys()
 
-Datatype: TypeAlias = Annotated[str, Keywords(enum=list(DATATYPES.values()))]
+Datatype: TypeAlias = Annotated[str, Meta(extra_json_schema={"enum": list(DATATYPES.values())})]
 Axes: TypeAlias = Annotated[Sequence[str], doc("One letter per axis.")]
 Sizes: TypeAlias = Annotated[
-    Sequence[Annotated[int, Keywords(anyOf=[{"const": -1}, {"minimum": 1}])]],
+    Sequence[Annotated[int, Meta(extra_json_schema={"anyOf": [{"const": -1}, {"minimum": 1}]})]],
     doc("The size of each axis; -1: any size."),
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelError:
+class ModelError(Response, frozen=True):
     """The response of an error below `/v2`."""
 
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class ServerMetadata:
+class ServerMetadata(Response, frozen=True):
     """The response of `GET /v2`."""
 
     name: Literal["qkv"]
@@ -90,38 +89,33 @@ class ServerMetadata:
     extensions: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
-class ServerLive:
+class ServerLive(Response, frozen=True):
     """The response of `GET /v2/health/live`."""
 
     live: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ServerReady:
+class ServerReady(Response, frozen=True):
     """The response of `GET /v2/health/ready`: `ready` for the specification, `live` for KServe."""
 
     live: bool
     ready: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ModelList:
+class ModelList(Response, frozen=True):
     """The response of `GET /v2/models`."""
 
     models: Annotated[Sequence[str], doc("The loaded models.")]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelReady:
+class ModelReady(Response, frozen=True):
     """The response for a loaded model."""
 
     name: str
     ready: Literal[True]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelNotReady:
+class ModelNotReady(Response, frozen=True):
     """The response for an unloaded model."""
 
     error: str
@@ -129,8 +123,7 @@ class ModelNotReady:
     ready: Literal[False]
 
 
-@dataclass(frozen=True, slots=True)
-class InputParameters:
+class InputParameters(Response, frozen=True):
     """Parameters of an input."""
 
     datatypes: Annotated[Sequence[Datatype], doc("Every datatype that it may have.")]
@@ -138,8 +131,7 @@ class InputParameters:
     optional: bool
 
 
-@dataclass(frozen=True, slots=True)
-class InputMetadata:
+class InputMetadata(Response, frozen=True):
     """An input of a model."""
 
     name: str
@@ -148,16 +140,14 @@ class InputMetadata:
     parameters: InputParameters
 
 
-@dataclass(frozen=True, slots=True)
-class OutputParameters:
+class OutputParameters(Response, frozen=True):
     """Parameters of an output."""
 
     axes: Axes
     on_request: Annotated[bool, doc("True if it is returned only if the request names it.")]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputMetadata:
+class OutputMetadata(Response, frozen=True):
     """An output of a model."""
 
     name: str
@@ -166,8 +156,7 @@ class OutputMetadata:
     parameters: OutputParameters
 
 
-@dataclass(frozen=True, slots=True)
-class ModelMetadata:
+class ModelMetadata(Response, frozen=True):
     """The response of `GET /v2/models/{model}`."""
 
     name: str
@@ -177,15 +166,13 @@ class ModelMetadata:
     outputs: tuple[OutputMetadata, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class VersionPolicy:
+class VersionPolicy(Response, frozen=True):
     """Triton's ModelVersionPolicy: the latest version is served."""
 
     latest: Mapping[str, Count]
 
 
-@dataclass(frozen=True, slots=True)
-class InputConfig:
+class InputConfig(Response, frozen=True):
     """Triton's ModelInput."""
 
     name: str
@@ -194,8 +181,7 @@ class InputConfig:
     optional: bool
 
 
-@dataclass(frozen=True, slots=True)
-class OutputConfig:
+class OutputConfig(Response, frozen=True):
     """Triton's ModelOutput."""
 
     name: str
@@ -203,8 +189,7 @@ class OutputConfig:
     dims: Sizes
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInstances:
+class ModelInstances(Response, frozen=True):
     """Triton's ModelInstanceGroup."""
 
     name: str
@@ -212,22 +197,19 @@ class ModelInstances:
     count: PositiveCount
 
 
-@dataclass(frozen=True, slots=True)
-class StringValue:
+class StringValue(Response, frozen=True):
     """Triton's ModelParameter."""
 
     string_value: Annotated[str, doc("The JSON schema of the parameter.")]
 
 
-@dataclass(frozen=True, slots=True)
-class TransactionPolicy:
+class TransactionPolicy(Response, frozen=True):
     """Triton's ModelTransactionPolicy."""
 
     decoupled: Literal[False]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(Response, frozen=True):
     """The response of `GET /v2/models/{model}/config`: ModelConfig of Triton's model_config.proto.
 
     max_batch_size is 0: B is an axis like any other, and batches form of requests, not of their
@@ -246,16 +228,14 @@ class ModelConfig:
     model_transaction_policy: TransactionPolicy
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(Response, frozen=True):
     """Number of runs of a stage, and their time."""
 
     count: Count
     ns: Annotated[Count, doc("Nanoseconds in total.")]
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceStatistics:
+class InferenceStatistics(Response, frozen=True):
     """Stages of all requests of a model."""
 
     success: Stage
@@ -266,8 +246,7 @@ class InferenceStatistics:
     compute_output: Stage
 
 
-@dataclass(frozen=True, slots=True)
-class BatchStatistics:
+class BatchStatistics(Response, frozen=True):
     """Stages of all batches of one size."""
 
     batch_size: PositiveCount
@@ -276,8 +255,7 @@ class BatchStatistics:
     compute_output: Stage
 
 
-@dataclass(frozen=True, slots=True)
-class ModelStatistics:
+class ModelStatistics(Response, frozen=True):
     """Statistics of a model, summed over all workers."""
 
     name: str
@@ -289,15 +267,13 @@ class ModelStatistics:
     batch_stats: tuple[BatchStatistics, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StatisticsResponse:
+class StatisticsResponse(Response, frozen=True):
     """The response of `GET /v2/models/stats` and `GET /v2/models/{model}/stats`."""
 
     model_stats: tuple[ModelStatistics, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RepositoryModel:
+class RepositoryModel(Response, frozen=True):
     """An entry in the response of `POST /v2/repository/index`."""
 
     name: str
@@ -306,31 +282,27 @@ class RepositoryModel:
     reason: Annotated[str, doc("Empty if the model is ready.")]
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Response, frozen=True):
     """The response of `POST /v2/repository/models/{model}/load`."""
 
     name: str
-    load: Literal[True] = True
+    load: Literal[True]
 
 
-@dataclass(frozen=True, slots=True)
-class Unloaded:
+class Unloaded(Response, frozen=True):
     """The response of `POST /v2/repository/models/{model}/unload`."""
 
     name: str
-    unload: Literal[True] = True
+    unload: Literal[True]
 
 
-@dataclass(frozen=True, slots=True)
-class BinarySize:
+class BinarySize(Response, frozen=True):
     """Parameters of a tensor whose bytes follow the JSON."""
 
     binary_data_size: Annotated[Count, doc("Bytes of the tensor.")]
 
 
-@dataclass(frozen=True, slots=True)
-class InferTensor:
+class InferTensor(Response, frozen=True):
     """A tensor: its numbers in `data`, or the number of its bytes in `parameters`.
 
     The bytes follow the JSON, in the order of the list.
@@ -338,13 +310,12 @@ class InferTensor:
 
     name: str
     datatype: Datatype
-    shape: Annotated[Sequence[Count], Keywords(maxItems=8)]
+    shape: Annotated[Sequence[Count], Meta(max_length=8)]
     parameters: BinarySize | None = None
     data: Annotated[Any, doc("Flat, or nested as in the shape.")] = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferResponse:
+class InferResponse(Response, frozen=True, kw_only=True):
     """The response of `POST /v2/models/{model}/infer`."""
 
     model_name: str

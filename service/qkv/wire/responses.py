@@ -1,4 +1,4 @@
-"""The responses of `POST /v1/compare` and `POST /v1/sweep`, as dataclasses.
+"""The responses of `POST /v1/compare` and `POST /v1/sweep`, as structs.
 
 The service builds them, `wire.json.dump` encodes them, the client parses them, and the OpenAPI
 document takes its schemas from them.
@@ -7,7 +7,6 @@ document takes its schemas from them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import (
     Annotated,
     Any,
@@ -15,15 +14,9 @@ from typing import (
     TypeAlias,
 )
 
-from qkv.wire.response_fields import (
-    IS_KEPT,
-    JSON_NAME,
-    Count,
-    Keywords,
-    NonNegative,
-    PositiveCount,
-    doc,
-)
+from msgspec import Meta, field
+
+from qkv.wire.response import Count, NonNegative, PositiveCount, Response, doc
 
 __all__ = [
     "BaselineComparison",
@@ -49,8 +42,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputError:
+class OutputError(Response, frozen=True):
     """The error of an output against a reference; null if it is not finite or undefined."""
 
     relative_error: Annotated[
@@ -59,21 +51,19 @@ class OutputError:
     ]
     largest_error: Annotated[NonNegative | None, doc("The largest absolute difference.")]
     cosine: Annotated[
-        Annotated[float, Keywords(minimum=-1, maximum=1)] | None,
+        Annotated[float, Meta(ge=-1, le=1)] | None,
         doc("Cosine of the angle between the two, as vectors; null if one is all zeros."),
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
+class Divergence(Response, frozen=True):
     """The divergence of rows of weights from the baseline's rows."""
 
     mean: Annotated[float, doc("The mean over the rows.")]
     worst: Annotated[float, doc("That of the worst row.")]
 
 
-@dataclass(frozen=True, slots=True)
-class Entropy:
+class Entropy(Response, frozen=True):
     """The entropy of rows of weights, in nats."""
 
     mean: Annotated[NonNegative, doc("The mean over the rows.")]
@@ -81,8 +71,7 @@ class Entropy:
     most: NonNegative
 
 
-@dataclass(frozen=True, slots=True)
-class BaselineWeights:
+class BaselineWeights(Response, frozen=True):
     """The weights of the baseline. It has no divergence from itself."""
 
     entropy: Annotated[Entropy | None, doc("Of its rows; null if they have none.")]
@@ -93,8 +82,7 @@ class BaselineWeights:
     rank_correlation: ClassVar[None] = None
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsComparison:
+class WeightsComparison(Response, frozen=True):
     """The weights of a variant and the baseline, row by row; null if a measure is undefined."""
 
     total_variation: Annotated[
@@ -122,8 +110,7 @@ class WeightsComparison:
 Weights: TypeAlias = WeightsComparison | BaselineWeights
 
 
-@dataclass(frozen=True, slots=True)
-class HeadFigures:
+class HeadFigures(Response, frozen=True):
     """One query head of a variant; base class for heads of the baseline and of other variants."""
 
     output: Annotated[
@@ -136,22 +123,19 @@ class HeadFigures:
     weights: Weights | None
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedHead(HeadFigures):
+class ComparedHead(HeadFigures, frozen=True):
     """One query head of a variant, and its distance from the same head of the baseline."""
 
     weights: Annotated[WeightsComparison | None, doc("Null if no rows were compared.")]
 
 
-@dataclass(frozen=True, slots=True)
-class BaselineHead(HeadFigures):
+class BaselineHead(HeadFigures, frozen=True):
     """One query head of the baseline."""
 
     weights: Annotated[BaselineWeights | None, doc("Null if no rows were compared.")]
 
 
-@dataclass(frozen=True, slots=True)
-class VariantTiming:
+class VariantTiming(Response, frozen=True):
     """Compute times of the repeats, in milliseconds."""
 
     median_ms: NonNegative
@@ -160,13 +144,14 @@ class VariantTiming:
     repeats: PositiveCount
 
 
-@dataclass(frozen=True, slots=True)
-class VariantComparison:
+class VariantComparison(Response, frozen=True):
     """The measurements of a variant; base class for the baseline and the other variants."""
 
     variant: Annotated[str, doc("The variant's name.")]
     parameters: Annotated[Mapping[str, Any], doc("As in the request.")]
-    weights_are: Annotated[str, Keywords(enum=["stochastic", "signed", "unnormalised"])]
+    weights_are: Annotated[
+        str, Meta(extra_json_schema={"enum": ["stochastic", "signed", "unnormalised"]})
+    ]
     output: Annotated[
         OutputError | None,
         doc(
@@ -183,34 +168,31 @@ class VariantComparison:
     ]
     heads: Annotated[
         tuple[HeadFigures, ...] | None,
-        doc("Each query head, in order; null without `per_head` in the request."),
-    ] = field(default=None, metadata={IS_KEPT: True})
+        doc("Each query head, in order; left out without `per_head` in the request."),
+    ] = None
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedVariant(VariantComparison):
+class ComparedVariant(VariantComparison, frozen=True):
     """The measurements of a variant, and its distance from the baseline."""
 
     weights: Annotated[WeightsComparison | None, doc("Null if no rows were compared.")]
     heads: Annotated[
         tuple[ComparedHead, ...] | None,
-        doc("Each query head, in order; null without `per_head` in the request."),
-    ] = field(default=None, metadata={IS_KEPT: True})
+        doc("Each query head, in order; left out without `per_head` in the request."),
+    ] = None
 
 
-@dataclass(frozen=True, slots=True)
-class BaselineComparison(VariantComparison):
+class BaselineComparison(VariantComparison, frozen=True):
     """The measurements of the baseline, which the variants are compared with."""
 
     weights: Annotated[BaselineWeights | None, doc("Null if no rows were compared.")]
     heads: Annotated[
         tuple[BaselineHead, ...] | None,
-        doc("Each query head, in order; null without `per_head` in the request."),
-    ] = field(default=None, metadata={IS_KEPT: True})
+        doc("Each query head, in order; left out without `per_head` in the request."),
+    ] = None
 
 
-@dataclass(frozen=True, slots=True)
-class CompareTiming:
+class CompareTiming(Response, frozen=True):
     """Times of all jobs of a comparison, in milliseconds."""
 
     queue_ms: Annotated[NonNegative, doc("In the queue.")]
@@ -221,14 +203,13 @@ class CompareTiming:
     total_ms: Annotated[NonNegative, doc("From the last byte of the request to the response.")]
 
 
-@dataclass(frozen=True, slots=True)
-class CompareResponse:
+class CompareResponse(Response, frozen=True):
     """The response of `POST /v1/compare`."""
 
     anchor: BaselineComparison
     variants: Annotated[
         tuple[ComparedVariant, ...],
-        Keywords(minItems=1, description="In the order of the request."),
+        Meta(min_length=1, description="In the order of the request."),
     ]
     notes: Annotated[
         tuple[str, ...], doc("Facts that the figures do not show, in a sentence or two each.")
@@ -236,8 +217,7 @@ class CompareResponse:
     timing: CompareTiming
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Response, frozen=True):
     """The event `progress` of a sweep, sent before each cell."""
 
     done: Annotated[Count, doc("Cells that are measured.")]
@@ -246,8 +226,7 @@ class Progress:
     length: Annotated[PositiveCount, doc("The length of the next cell.")]
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Response, frozen=True):
     """The event `cell` of a sweep: one variant at one length, with times or with a problem.
 
     Without a problem all other fields are set; with one, those from `median_ms` on are None.
@@ -271,8 +250,7 @@ class Cell:
     ] = None
 
 
-@dataclass(frozen=True, slots=True)
-class Crossover:
+class Crossover(Response, frozen=True):
     """A pair of variants and the lengths between which the other one becomes faster.
 
     At both lengths the slowest repeat of the faster variant is below the fastest repeat of the
@@ -280,10 +258,10 @@ class Crossover:
     """
 
     before: Annotated[Count, doc("Index of the variant that is faster at the first length.")] = (
-        field(metadata={JSON_NAME: "from"})
+        field(name="from")
     )
     after: Annotated[Count, doc("Index of the variant that is faster at the second length.")] = (
-        field(metadata={JSON_NAME: "to"})
+        field(name="to")
     )
     length: Annotated[
         NonNegative,
@@ -295,16 +273,14 @@ class Crossover:
     between: Annotated[tuple[PositiveCount, PositiveCount], doc("The two measured lengths.")]
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Response, frozen=True):
     """The event `done`, sent at the end of a sweep."""
 
     cells: Annotated[Count, doc("Number of cells.")]
     crossovers: tuple[Crossover, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(Response, frozen=True):
     """The event `error`, sent if a sweep ends early."""
 
     problem: Annotated[Mapping[str, Any], doc("The problem document.")]

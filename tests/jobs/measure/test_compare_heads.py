@@ -39,10 +39,11 @@ def pooled(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_heads(report: dict[str, Any]) -> dict[str, Any]:
     """Returns the report as of a request without `per_head`."""
-    return report | {
-        "anchor": report["anchor"] | {"heads": None},
-        "variants": [entry | {"heads": None} for entry in report["variants"]],
-    }
+    anchor, *variants = (
+        {name: value for name, value in entry.items() if name != "heads"}
+        for entry in (report["anchor"], *report["variants"])
+    )
+    return report | {"anchor": anchor, "variants": variants}
 
 
 def one_head(inputs: dict[str, Array], head: int) -> dict[str, Array]:

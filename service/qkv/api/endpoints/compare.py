@@ -13,7 +13,6 @@ from fastapi import APIRouter, Request, Response
 from qkv.api.endpoints.run_schemas import LAYER, input_schemas, parameters
 from qkv.api.job_runner import JobRunner, cancel_on_disconnect
 from qkv.api.observability import record_times
-from qkv.api.openapi.dataclass_schemas import dataclass_schema
 from qkv.api.openapi.operation import (
     SERVER_TIMING,
     TIMEOUT,
@@ -22,6 +21,7 @@ from qkv.api.openapi.operation import (
     in_json,
     problem_responses,
 )
+from qkv.api.openapi.response_schemas import response_schema
 from qkv.api.openapi.schemas import (
     ENCODING,
     TENSOR,
@@ -134,7 +134,7 @@ def _describe() -> dict[str, Any]:
     """Returns the description of the operation."""
     file = "The inputs by name; all other fields as JSON under `qkv` in the metadata."
     text = f"Tensors, and variants to compare on them: {CHOICE} each."
-    good = in_json("Measurements of each variant, and notes.", dataclass_schema(CompareResponse))
+    good = in_json("Measurements of each variant, and notes.", response_schema(CompareResponse))
     errors = problem_responses(
         400, 413, 415, 422, 500, 503, 504, extra=specific_errors(json.MEDIA_TYPE)
     )

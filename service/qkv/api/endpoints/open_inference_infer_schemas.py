@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from qkv.api.endpoints.open_inference_models import VERSION
-from qkv.api.openapi.dataclass_schemas import dataclass_schema
 from qkv.api.openapi.open_inference_operation import describe_model
 from qkv.api.openapi.operation import BINARY, SERVER_TIMING, TIMEOUT, in_json
+from qkv.api.openapi.response_schemas import response_schema
 from qkv.api.openapi.schemas import (
     COUNT,
     FLAG,
@@ -89,7 +89,7 @@ def _tensor_schema() -> Schema:
         "name": TEXT,
         "datatype": datatypes,
         "shape": list_of(COUNT, maxItems=8),
-        "parameters": dataclass_schema(BinarySize),
+        "parameters": response_schema(BinarySize),
         "data": FLAT_OR_NESTED,
     }
     return named("InferTensor", closed(fields, ["name", "datatype", "shape"]))

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
 from fastapi import APIRouter, Response
 from pydantic_core import to_json
 
-from qkv.api.openapi.dataclass_schemas import dataclass_schema
 from qkv.api.openapi.open_inference_operation import (
     describe_health,
     describe_model,
     describe_server,
 )
 from qkv.api.openapi.operation import in_json
+from qkv.api.openapi.response_schemas import response_schema
 from qkv.api.openapi.schemas import either
 from qkv.attention import catalogue
 from qkv.attention.signature import Input, Output, fixed_size
@@ -53,7 +54,6 @@ from qkv.wire.open_inference_responses import (
     TransactionPolicy,
     VersionPolicy,
 )
-from qkv.wire.response_fields import from_json
 
 __all__ = [
     "HEALTH_PATHS",
@@ -147,7 +147,7 @@ def _add_server(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
     @routes.get(
         "/v2",
         summary="Returns the server's name, version and extensions.",
-        openapi_extra=describe_server(dataclass_schema(ServerMetadata)),
+        openapi_extra=describe_server(response_schema(ServerMetadata)),
     )
     @routes.get("/v2/", include_in_schema=False)
     async def server() -> Response:
@@ -179,7 +179,7 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
     @routes.get(
         "/v2/models",
         summary="Lists the loaded models.",
-        openapi_extra=describe_server(dataclass_schema(ModelList)),
+        openapi_extra=describe_server(response_schema(ModelList)),
     )
     async def models_listed() -> Response:
         names = [name for name in models.names if models.is_loaded(name)]
@@ -189,7 +189,7 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
         "/v2/models/stats",
         operation_id="v2_statistics",
         summary="Returns the statistics of every loaded model.",
-        openapi_extra=describe_server(dataclass_schema(StatisticsResponse)),
+        openapi_extra=describe_server(response_schema(StatisticsResponse)),
     )
     async def statistics() -> Response:
         names = [name for name in models.names if models.is_loaded(name)]
@@ -198,7 +198,7 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
     @routes.get(
         "/v2/models/{model}",
         summary="Returns a model's inputs and outputs.",
-        openapi_extra=describe_model(dataclass_schema(ModelMetadata)),
+        openapi_extra=describe_model(response_schema(ModelMetadata)),
     )
     @routes.get("/v2/models/{model}/versions/{version}", include_in_schema=False)
     async def model_metadata(model: str, version: str = VERSION) -> Response:
@@ -224,7 +224,7 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
         "/v2/models/{model}/config",
         operation_id="v2_model_config",
         summary="Returns a model's configuration in Triton's form.",
-        openapi_extra=describe_model(dataclass_schema(ModelConfig)),
+        openapi_extra=describe_model(response_schema(ModelConfig)),
     )
     @routes.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
     async def model_config(model: str, version: str = VERSION) -> Response:
@@ -235,7 +235,7 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
         "/v2/models/{model}/stats",
         operation_id="v2_model_statistics",
         summary="Returns a model's statistics.",
-        openapi_extra=describe_model(dataclass_schema(StatisticsResponse)),
+        openapi_extra=describe_model(response_schema(StatisticsResponse)),
     )
     @routes.get("/v2/models/{model}/versions/{version}/stats", include_in_schema=False)
     async def model_statistics(model: str, version: str = VERSION) -> Response:
@@ -245,8 +245,8 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
 
 def _describe_model_ready() -> dict[str, Any]:
     """Returns the description of the probe of a model."""
-    described = describe_model(dataclass_schema(ModelReady))
-    unloaded = either(dataclass_schema(ModelNotReady), dataclass_schema(ModelError))
+    described = describe_model(response_schema(ModelReady))
+    unloaded = either(response_schema(ModelNotReady), response_schema(ModelError))
     described["responses"]["400"] = in_json(
         "The model is unloaded, or the request is invalid.", unloaded
     )
@@ -318,9 +318,8 @@ def _config(variant: Variant, engine: JobExecutor, instances: int) -> ModelConfi
 def _statistics(models: ModelStats, *names: str) -> StatisticsResponse:
     return StatisticsResponse(
         tuple(
-            from_json(
-                ModelStatistics,
-                {"name": name, "version": VERSION} | models.statistics(name),
+            msgspec.convert(
+                {"name": name, "version": VERSION} | models.statistics(name), ModelStatistics
             )
             for name in names
         )

@@ -11,9 +11,9 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from qkv.api.endpoints.open_inference_models import VERSION, find_model, new_router, respond
-from qkv.api.openapi.dataclass_schemas import dataclass_schema
 from qkv.api.openapi.open_inference_operation import describe_model, describe_server
 from qkv.api.openapi.operation import in_json
+from qkv.api.openapi.response_schemas import response_schema
 from qkv.api.openapi.schemas import FLAG, Schema, closed, list_of, named, nullable
 from qkv.api.request_body import read_body
 from qkv.errors import InvalidContent
@@ -34,7 +34,7 @@ def router(models: ModelStats) -> APIRouter:
         "/v2/repository/index",
         summary="Lists every model, loaded or not.",
         openapi_extra=describe_server(
-            list_of(dataclass_schema(RepositoryModel)),
+            list_of(response_schema(RepositoryModel)),
             400,
             body=in_json("A filter.", named("IndexRequest", closed({"ready": FLAG}, ()))),
         ),
@@ -61,13 +61,13 @@ def router(models: ModelStats) -> APIRouter:
         "/v2/repository/models/{model}/load",
         operation_id="v2_load",
         summary="Loads a model.",
-        openapi_extra=_describe(dataclass_schema(Loaded), "LoadRequest", {}),
+        openapi_extra=_describe(response_schema(Loaded), "LoadRequest", {}),
     )
     async def load(request: Request, model: str) -> Response:
         find_model(models, model, VERSION)
         await _reject_parameters(request)
         models.load(model)
-        return respond(Loaded(model))
+        return respond(Loaded(model, True))
 
     @routes.post(
         "/v2/repository/models/{model}/unload",
@@ -75,14 +75,14 @@ def router(models: ModelStats) -> APIRouter:
         summary="Unloads a model.",
         description="Requests for an unloaded model get 404 until it is loaded again.",
         openapi_extra=_describe(
-            dataclass_schema(Unloaded), "UnloadRequest", {"unload_dependents": FLAG}
+            response_schema(Unloaded), "UnloadRequest", {"unload_dependents": FLAG}
         ),
     )
     async def unload(request: Request, model: str) -> Response:
         find_model(models, model, VERSION)
         await _reject_parameters(request, "unload_dependents")  # no model has dependents
         models.load(model, loaded=False)
-        return respond(Unloaded(model))
+        return respond(Unloaded(model, True))
 
     return routes
 

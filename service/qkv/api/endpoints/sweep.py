@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from qkv.api.endpoints.compare import CHOICE, choice_of, specific_errors
 from qkv.api.event_stream import MEDIA_TYPE, Event, EventStreamResponse, error_event
 from qkv.api.job_runner import JobRunner
-from qkv.api.openapi.dataclass_schemas import dataclass_schema
 from qkv.api.openapi.operation import TIMEOUT, describe, in_json, problem_responses
+from qkv.api.openapi.response_schemas import response_schema
 from qkv.api.openapi.schemas import (
     COMPONENT,
     PROBLEM,
@@ -165,7 +165,7 @@ def _describe() -> dict[str, Any]:
 
 def _data(kind: type) -> dict[str, Any]:
     """Returns the schema of the data of an event: a text with JSON."""
-    content = dataclass_schema(kind)
+    content = response_schema(kind)
     _, schema = content[COMPONENT]
     if "problem" in schema["properties"]:
         schema["properties"]["problem"] |= PROBLEM

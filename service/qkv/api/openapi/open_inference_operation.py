@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from qkv.api.openapi.dataclass_schemas import dataclass_schema
 from qkv.api.openapi.operation import describe, in_json, variant_parameter
+from qkv.api.openapi.response_schemas import response_schema
 from qkv.api.openapi.schemas import Schema
 from qkv.wire import open_inference_responses
 
@@ -46,7 +46,7 @@ def describe_server(
 
 def describe_health(kind: type) -> dict[str, Any]:
     """Returns the description of a probe of the server."""
-    schema = dataclass_schema(kind)
+    schema = response_schema(kind)
     good, bad = in_json("OK.", schema), in_json("The check fails.", schema)
     return describe({"200": good, "503": bad} | error_responses(500))
 
@@ -61,7 +61,7 @@ def describe_model(
 
 def error_responses(*statuses: int) -> dict[str, Any]:
     """Returns the error responses with these statuses."""
-    schema = dataclass_schema(open_inference_responses.ModelError)
+    schema = response_schema(open_inference_responses.ModelError)
     by_status = {str(s): in_json(_ERROR_DESCRIPTIONS[s], schema) for s in sorted(statuses)}
     if "503" in by_status:
         wait = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
@@ -71,5 +71,5 @@ def error_responses(*statuses: int) -> dict[str, Any]:
 
 def unauthorized() -> dict[str, Any]:
     """Returns the response to a request without a valid API key."""
-    schema = dataclass_schema(open_inference_responses.ModelError)
+    schema = response_schema(open_inference_responses.ModelError)
     return in_json("The request has none of the API keys.", schema)
