@@ -89,13 +89,13 @@ class IdentityWeights:
         full, probe, parts = self._probed_output, self._probe, []
         planes, S = full.shape[:-2].numel(), self._given.shape[-2]
         for block in row_blocks(rows.stop - rows.start, planes * S, self._elements):
-            own_rows = slice(rows.start + block.start, rows.start + block.stop)
-            block_arguments = self._slice_rows(own_rows)
+            block_rows = slice(rows.start + block.start, rows.start + block.stop)
+            block_arguments = self._slice_rows(block_rows)
             part = self._all_columns(block_arguments)
             output = self._attend_to(probe, block_arguments)
             size = part.abs().sum(-1, keepdim=True) * probe.abs().max()
             bound = _TOLERANCE * torch.finfo(self._dtype).eps * size
-            if not bool(((output - full[..., own_rows, :]).abs() <= bound).all()):
+            if not bool(((output - full[..., block_rows, :]).abs() <= bound).all()):
                 return None  # a row depends on its position, or on other rows
             parts.append(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts, -2)

@@ -36,8 +36,8 @@ class _Rows(NamedTuple):
         x = x.float()
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         if not are_deferred():
-            least, most = bounds(norm)
-            if least >= _NORMS[0] and most <= _NORMS[1]:
+            least, largest = bounds(norm)
+            if least >= _NORMS[0] and largest <= _NORMS[1]:
                 return cls(x, norm)
         zero = norm == 0
         fits = (norm >= _NORMS[0]) & (norm <= _NORMS[1])

@@ -140,11 +140,11 @@ def occurs(condition: Condition) -> bool:
     return False
 
 
-def items_within(number_B: Tensor, least: float, most: float) -> list[bool]:
+def items_within(number_B: Tensor, least: float, largest: float) -> list[bool]:
     """Returns True for each item whose number is in a range; for all items in a deferred call."""
     if (guards := _guards.get()) is None:
-        return [least <= number <= most for number in number_B.tolist()]
-    guards.add((number_B >= least) & (number_B <= most))
+        return [least <= number <= largest for number in number_B.tolist()]
+    guards.add((number_B >= least) & (number_B <= largest))
     return [True] * len(number_B)
 
 

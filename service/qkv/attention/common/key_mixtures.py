@@ -45,9 +45,9 @@ class Path(NamedTuple):
         values = largest_size(F, shared=True)
         if value is not None:
             values = values * (1.0 + largest_size(value) * S)
-        most = 1e30 if exact == torch.float32 else 1e300
+        limit = 1e30 if exact == torch.float32 else 1e300
         sizes = (keys, scores, scores * abs(scale), values)
-        safe = all(holds(size < most) for size in sizes)
+        safe = all(holds(size < limit) for size in sizes)
         return cls(exact if safe else torch.float64, exact == torch.float64 and not safe)
 
     def mixed(self, projection_RS: Tensor, x_BGSX: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -91,8 +91,8 @@ class Path(NamedTuple):
         """Returns P F, with zeros for padding."""
         F = F_RS.to(self.dtype)
         if self.shrinks:  # an average of F is no larger than F, also if the sum rounds up
-            most = float(largest_size(F)) / 4
-            weights = (map_BHLR @ (F / 4)).clamp_(-most, most).mul_(4)
+            bound = float(largest_size(F)) / 4
+            weights = (map_BHLR @ (F / 4)).clamp_(-bound, bound).mul_(4)
         else:
             weights = map_BHLR @ F
         if padding_BS is None:

@@ -32,21 +32,22 @@ class RunningSoftmax(NamedTuple):
     Attributes:
         query_GKLD: q of one item; the K heads that read one key head side by side.
         key_GSD: k of the item; -inf for padding.
-        most_GSD: the largest key up to each position.
+        largest_GSD: the largest key up to each position.
         offset: the position of the first query on the key axis.
     """
 
     query_GKLD: Tensor
     key_GSD: Tensor
-    most_GSD: Tensor
+    largest_GSD: Tensor
     offset: int
 
     @classmethod
     def of(cls, query_GKLD: Tensor, key_GSD: Tensor, offset: int) -> RunningSoftmax:
         """Returns the matrix of an item, in the dtype of its query and key."""
-        most = key_GSD.cummax(1).values
-        most.masked_fill_(most == -torch.inf, 0.0)  # a row of padding alone would give inf - inf
-        return cls(query_GKLD, key_GSD, most, offset)
+        largest = key_GSD.cummax(1).values
+        # a row of padding alone would give inf - inf
+        largest.masked_fill_(largest == -torch.inf, 0.0)
+        return cls(query_GKLD, key_GSD, largest, offset)
 
     def output(self, value_GSE: Tensor) -> Tensor:
         """Returns A @ value, (G, K, L, E). The padding of `value_GSE` is zero."""
@@ -143,17 +144,17 @@ class RunningSoftmax(NamedTuple):
         Before the first key it is -inf, whose exponential removes any state.
         """
         if keys.start == 0:
-            return torch.full_like(self.most_GSD[:, 0], -torch.inf)
-        return self.most_GSD[:, keys.start - 1]
+            return torch.full_like(self.largest_GSD[:, 0], -torch.inf)
+        return self.largest_GSD[:, keys.start - 1]
 
     def _within(self, keys: slice) -> tuple[Tensor, Tensor]:
         """Returns two exponentials, both shifted by the largest key up to the last of these keys.
 
         They are of the largest key before these, (G, D), and of each of these, (G, C, D).
         """
-        most_GD = self.most_GSD[:, keys.stop - 1]
-        grown_GCD = (self.key_GSD[:, keys] - most_GD[:, None]).exp()
-        return (self._before(keys) - most_GD).exp(), grown_GCD
+        largest_GD = self.largest_GSD[:, keys.stop - 1]
+        grown_GCD = (self.key_GSD[:, keys] - largest_GD[:, None]).exp()
+        return (self._before(keys) - largest_GD).exp(), grown_GCD
 
     def _advance(self, state_GDX: Tensor, keys: slice, value_GSX: Tensor) -> None:
         """Adds these keys to the state of the earlier keys."""
@@ -180,9 +181,9 @@ class RunningSoftmax(NamedTuple):
         """
         last_R = torch.arange(rows.start, rows.stop, device=self.key_GSD.device) + self.offset
         last_R.clamp_(max=self.key_GSD.shape[1] - 1)
-        most_GRD = self.most_GSD[:, last_R]
-        far_GRD = (self._before(keys)[:, None] - most_GRD).exp()
-        near_GRCD = self.key_GSD[:, None, keys] - most_GRD[:, :, None]
+        largest_GRD = self.largest_GSD[:, last_R]
+        far_GRD = (self._before(keys)[:, None] - largest_GRD).exp()
+        near_GRCD = self.key_GSD[:, None, keys] - largest_GRD[:, :, None]
         key_C = torch.arange(keys.start, keys.stop, device=last_R.device)
         unseen_RC = key_C > last_R[:, None]
         return far_GRD, near_GRCD.masked_fill_(unseen_RC[..., None], -torch.inf).exp_()

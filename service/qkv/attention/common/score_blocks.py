@@ -38,7 +38,7 @@ def is_safe(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> b
 
 
 def _scores_fit(query: Tensor, key: Tensor, scale: float, limit: float) -> Condition:
-    """Returns True if no score and no partial sum of a score can exceed `most`.
+    """Returns True if no score and no partial sum of a score can exceed `limit`.
 
     By Cauchy's inequality no score exceeds the norm of all queries times the norm of all keys. The
     norms take two thirds of the time of the largest elements. Either way the inputs are read once.

@@ -189,14 +189,14 @@ class _Search:
         self._raise_if_stopped = raise_if_stopped
         self._size = np.abs(y_BLM).max()
         self._widths: dict[Split, int] = {}
-        self._own: dict[str, Mapping[str, Array]] = {}  # what a layout may read, by its name
+        self._selected: dict[str, Mapping[str, Array]] = {}  # what a layout may read, by its name
         is_wide = any(array.dtype == np.float64 for array in tensors.values())
         self._dtype = torch.float64 if is_wide else torch.float32
 
     def read(self, split: Split, *, blank: bool = False) -> Layer:
         """Returns the layer with a layout and its numbers of heads, with ones if it is blank."""
         self._raise_if_stopped()
-        weights = self._own[split.layout]
+        weights = self._selected[split.layout]
         layer = read_layer(self._with(split), blanks(weights, "") if blank else weights, "")
         self._widths[split] = layer.head_width
         return layer
@@ -219,7 +219,7 @@ class _Search:
         problem = None
         widths = self._x_BLM.shape[-1], self._y_BLM.shape[-1]
         for layout in layouts:
-            self._own[layout.name] = layout.select(self._tensors, self._options.prefix or "")
+            self._selected[layout.name] = layout.select(self._tensors, self._options.prefix or "")
             try:
                 splits += list_splits(
                     layout, self._tensors, self._options, widths, self._raise_if_stopped

@@ -98,9 +98,9 @@ def complexity(candidate: Candidate, width: int) -> tuple[Any, ...]:
     norm = -1 if v.norm is None else _NORMS.index(v.norm) if v.norm in _NORMS else len(_NORMS)
     unusual = v.scale != width**-0.5
     layout = layout_catalogue.known()[split.layout]
-    own_order = layout.rotary_order == (v.rope and v.rope.order)
+    has_layout_order = layout.rotary_order == (v.rope and v.rope.order)
     general = layout.is_grouped and split.heads == split.kv_heads
-    in_layout = not own_order, general, split.layout
+    in_layout = not has_layout_order, general, split.layout
     return rope, v.causal, bool(v.alibi), unusual, split.heads, in_layout, norm, split, v.scale
 
 

@@ -263,14 +263,14 @@ def _matrix(
         key = key.softmax(2)  # it sums one by one; the sum below, by parts, loses no digit
         key.div_(key.sum(2, keepdim=True))
         return _Features(query, key if unseen is None else key.masked_fill_(unseen, 0.0), None)
-    query, most_BG1D = query.softmax(-1), key.amax(2, keepdim=True)
-    if query.dtype == torch.float64 and occurs(most_BG1D - key[:, :, :1] > _RISE):
+    query, largest_BG1D = query.softmax(-1), key.amax(2, keepdim=True)
+    if query.dtype == torch.float64 and occurs(largest_BG1D - key[:, :, :1] > _RISE):
         return _RunningItems(
             [RunningSoftmax.of(query[b], key[b], offset) for b, offset in enumerate(offsets)]
         )
     if unseen is not None:
-        most_BG1D = most_BG1D.masked_fill(most_BG1D == -torch.inf, 0.0)
-    key = (key - most_BG1D).exp_()
+        largest_BG1D = largest_BG1D.masked_fill(largest_BG1D == -torch.inf, 0.0)
+    key = (key - largest_BG1D).exp_()
     total = _totals(key, offsets, L)
     if unseen is not None:  # an item may have padding alone
         total.masked_fill_(total == 0, 1.0)
@@ -286,9 +286,9 @@ def _is_narrow(key_BGSD: Tensor, unseen_B1S1: Tensor | None) -> bool:
             if high - low <= _SPAN:  # all channels together: faster to check
                 return True
         return holds(key_BGSD.amax(2) - key_BGSD.amin(2) <= _SPAN)
-    most = key_BGSD.masked_fill(unseen_B1S1, -torch.inf).amax(2)
+    largest = key_BGSD.masked_fill(unseen_B1S1, -torch.inf).amax(2)
     least = key_BGSD.masked_fill(unseen_B1S1, torch.inf).amin(2)
-    return holds(most - least <= _SPAN)
+    return holds(largest - least <= _SPAN)
 
 
 def _totals(key_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
@@ -309,12 +309,12 @@ def _output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> Tensor:
     if are_deferred():
         return _ordinary_output(matrix, value_BGSE)
     value, dtype = value_BGSE, torch.float64
-    most = [float(largest_size(item)) for item in value] if value.numel() else [0.0] * len(value)
+    sizes = [float(largest_size(item)) for item in value] if value.numel() else [0.0] * len(value)
     if isinstance(matrix, _Features) and matrix.query_BGKLD.dtype == torch.float32:
         # above 1e15, a small value times e^-_SPAN may underflow
-        dtype = torch.float32 if all(m <= 1e15 for m in most) else dtype
+        dtype = torch.float32 if all(m <= 1e15 for m in sizes) else dtype
     # exact powers of two, with which sums do not overflow and small values do not underflow
-    exponents = [math.frexp(m)[1] for m in most]
+    exponents = [math.frexp(m)[1] for m in sizes]
     factors = [2.0 ** (min(max(e, -60), 900) - e) for e in exponents]
     value = value.to(dtype)
     scaled = any(factor != 1.0 for factor in factors)
@@ -324,7 +324,7 @@ def _output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> Tensor:
         value = value * factor_B111.to(dtype)
     # also a rounded average is no larger than the values
     output = matrix.output(value).flatten(1, 2)
-    for item, m, factor in zip(output, most, factors, strict=True):
+    for item, m, factor in zip(output, sizes, factors, strict=True):
         item.clamp_(-m * factor, m * factor)
     if scaled:
         output = output.double().div_(factor_B111)
@@ -335,11 +335,11 @@ def _ordinary_output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> T
     """Returns the result of `_output` for values that need no factor; defers the check of this."""
     assert isinstance(matrix, _Features)
     dtype = matrix.query_BGKLD.dtype
-    most_B = value_BGSE.abs().amax((1, 2, 3)).to(dtype)
+    largest_B = value_BGSE.abs().amax((1, 2, 3)).to(dtype)
     highest = 1e15 if dtype == torch.float32 else 2.0**900
-    holds((most_B == 0) | ((most_B >= 2.0**-61) & (most_B < highest)))
+    holds((largest_B == 0) | ((largest_B >= 2.0**-61) & (largest_B < highest)))
     output = matrix.output(value_BGSE.to(dtype)).flatten(1, 2)
-    return output.clamp_(-most_B[:, None, None, None], most_B[:, None, None, None])
+    return output.clamp_(-largest_B[:, None, None, None], largest_B[:, None, None, None])
 
 
 def reference(

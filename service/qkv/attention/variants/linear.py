@@ -197,11 +197,11 @@ def weights(
 
 def _least_product(query: Tensor, key: Tensor) -> Number | None:
     """Returns a lower bound of products of phi; None if their sums may overflow or underflow."""
-    lowest, most = (-30.0, 1e6) if query.dtype == torch.float32 else (-250.0, 1e60)
+    lowest, highest = (-30.0, 1e6) if query.dtype == torch.float32 else (-250.0, 1e60)
     exponent: Number = 0.0
     for x in (query, key):
         low, high = bounds(x)
-        if not holds((low >= lowest) & (high <= most)):
+        if not holds((low >= lowest) & (high <= highest)):
             return None
         exponent = exponent + (low - _size(low)) / 2  # the smaller one of low and 0
     return math.e**exponent
@@ -246,15 +246,15 @@ def _output(
     query, key, phi = features.query_BGKLD, features.key_BGSD, features.phi
     if _is_faint(features, value):
         query, key, value = query.double(), key.double(), value.double()
-    narrow, most, room = value.dtype == torch.float32, 0.0, 1.0
+    narrow, largest, room = value.dtype == torch.float32, 0.0, 1.0
     state = State.of(key, value, phi) if narrow and offsets is None else None
     # up to 1e25, queries of up to 1e6 have room
     if state is None or not holds(largest_size(state.values_BGEF) <= 1e25):
         state, size = None, largest_size(value)
         if not holds(size <= (1e15 if narrow else 1e150)):
             query, key, value = query.double(), key.double(), value.double()
-            if (most := float(size)) > 1e150:
-                room = 2.0 ** (np.frexp(most)[1] - 500)
+            if (largest := float(size)) > 1e150:
+                room = 2.0 ** (np.frexp(largest)[1] - 500)
                 value = value / room
     output, total = (
         feature_sums(query, key, value, offsets, phi)
@@ -266,7 +266,7 @@ def _output(
         if features.logs is not None:
             _redo(output, total, features.logs, value, offsets)
         if room != 1.0:  # also a rounded average is no larger than the values
-            output = output.clamp(-most / room, most / room)
+            output = output.clamp(-largest / room, largest / room)
     elif features.shift_BGKL1 is not None:
         output = output * features.shift_BGKL1.exp()
     return (output if room == 1.0 else output * room).flatten(1, 2)
@@ -304,9 +304,9 @@ def _terms(query_RD: Tensor, key_SD: Tensor, seen_RS: Tensor | None) -> Tensor:
     logs_RSD = query_RD[:, None] + key_SD
     if seen_RS is not None:
         logs_RSD = logs_RSD.masked_fill(~seen_RS[..., None], -torch.inf)
-    most_R11 = logs_RSD.amax((1, 2), keepdim=True)
-    most_R11 = most_R11.masked_fill(most_R11 == -torch.inf, 0.0)
-    return (logs_RSD - most_R11).exp()
+    largest_R11 = logs_RSD.amax((1, 2), keepdim=True)
+    largest_R11 = largest_R11.masked_fill(largest_R11 == -torch.inf, 0.0)
+    return (logs_RSD - largest_R11).exp()
 
 
 def _block(features: _Features, rows: slice, offsets: list[int] | None, normalize: bool) -> Tensor:

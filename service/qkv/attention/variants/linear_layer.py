@@ -55,24 +55,24 @@ class _Shares(NamedTuple):
 
     Attributes:
         size_BI: |x|.
-        most_B1: the largest of a row; 1 for a row of zeros.
-        share_BI: size / most.
+        largest_B1: the largest of a row; 1 for a row of zeros.
+        share_BI: size / largest.
         total_B1: the sum of shares, between 1 and I; 1 for a row of zeros.
     """
 
     size_BI: Tensor
-    most_B1: Tensor
+    largest_B1: Tensor
     share_BI: Tensor
     total_B1: Tensor
 
     @classmethod
     def of(cls, x_BI: Tensor) -> _Shares:
         size = x_BI.double().abs()
-        most = size.amax(-1, keepdim=True)
-        most = most.masked_fill(most == 0, 1.0)
-        share = size / most
+        largest = size.amax(-1, keepdim=True)
+        largest = largest.masked_fill(largest == 0, 1.0)
+        share = size / largest
         total = share.sum(-1, keepdim=True)
-        return cls(size, most, share, total.masked_fill(total == 0, 1.0))
+        return cls(size, largest, share, total.masked_fill(total == 0, 1.0))
 
     def weights(self) -> Tensor:
         """Returns |x| / sum |x|."""
@@ -82,7 +82,7 @@ class _Shares(NamedTuple):
         """Returns the logarithms of the weights, also of weights too small for a float."""
         tiny = torch.finfo(torch.float64).smallest_normal  # shares below it have lost digits
         logs = torch.where(
-            self.share_BI < tiny, self.size_BI.log() - self.most_B1.log(), self.share_BI.log()
+            self.share_BI < tiny, self.size_BI.log() - self.largest_B1.log(), self.share_BI.log()
         )
         return logs - self.total_B1.log()
 
@@ -173,13 +173,13 @@ def _by_exponents(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
         for rows in row_blocks(O, I, _ELEMENTS):
             products = x[b] * weight[rows]
             exponents = x_exponents[b] + weight_exponents[rows]
-            most = exponents.masked_fill(products == 0, -5000).amax(-1, keepdim=True)
-            below = (exponents - most).clamp(max=0)  # only zeros have more than 0
+            largest = exponents.masked_fill(products == 0, -5000).amax(-1, keepdim=True)
+            below = (exponents - largest).clamp(max=0)  # only zeros have more than 0
             total = torch.ldexp(products, below).sum(-1)
             # beyond 2000 all but 0 overflows; two steps, because 2.0**1024 is not a float
-            most_R = most[:, 0].clamp(-2000, 2000)
-            half_R = most_R // 2
-            output[b, rows] = torch.ldexp(torch.ldexp(total, half_R), most_R - half_R)
+            largest_R = largest[:, 0].clamp(-2000, 2000)
+            half_R = largest_R // 2
+            output[b, rows] = torch.ldexp(torch.ldexp(total, half_R), largest_R - half_R)
     return output
 
 
@@ -191,7 +191,7 @@ def _value(x_BI: Tensor, weight_OI: Tensor, shares: _Shares, exact: torch.dtype)
     # where the sum overflows, W is multiplied by the largest element first: the product is not a
     # denormal, and if it overflows, the value overflows too
     fits_B1 = total_B1.isfinite()
-    first_BI = sign_BI * torch.where(fits_B1, total_B1, shares.most_B1)
+    first_BI = sign_BI * torch.where(fits_B1, total_B1, shares.largest_B1)
     then_B1 = shares.total_B1.masked_fill(fits_B1, 1.0)
     value = x_BI.new_empty(B, I, O, dtype=exact)
     for items in row_blocks(B, I * O, _ELEMENTS):

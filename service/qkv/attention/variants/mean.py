@@ -116,12 +116,12 @@ def attend(
         value_BHSE = mask_padding(padding_mask(value_BHSE.shape[2], key_lengths_B), value_BHSE)
     make = _METHODS[method]
     if normalize and value_BHSE.dtype == torch.float64:
-        S, most = value_BHSE.shape[2], largest_size(value_BHSE)
-        if occurs(most > 1e300 / S):
+        S, largest = value_BHSE.shape[2], largest_size(value_BHSE)
+        if occurs(largest > 1e300 / S):
             # neither a partial sum nor an average that rounds up may overflow
             room = 2.0 ** (S.bit_length() + 1)
             mean = make(value_BHSE / room, key_lengths_B, causal, normalize)
-            bound = float(most) / room
+            bound = float(largest) / room
             return Mean(mean.clamp(-bound, bound) * room, weights, method)
     return Mean(make(value_BHSE, key_lengths_B, causal, normalize), weights, method)
 

@@ -263,7 +263,7 @@ def _with_norm(x: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
 
 def _output(features: _Features, value_BGSE: Tensor) -> Tensor:
     """Returns A @ value, (B, H, L, E), by shared sums. The padding of `value_BGSE` is zero."""
-    value, room_B111, most_B111 = _with_room(value_BGSE)
+    value, room_B111, bound_B111 = _with_room(value_BGSE)
     output, total = feature_sums(features.query_BGKLF, features.key_BGSF, value, features.offsets)
     total = total[..., 0]
     cancelled = features.cancelled(total, slice(None))
@@ -271,7 +271,7 @@ def _output(features: _Features, value_BGSE: Tensor) -> Tensor:
     for (b, g, k), rows in rows_to_redo(cancelled, _ELEMENTS // value.shape[2]):
         output[b, g, k, rows] = features.exactly((b, g, k), rows) @ value[b, g]
     # also a rounded average is no larger than the values
-    return output.flatten(1, 2).clamp_(-most_B111, most_B111).mul_(room_B111)
+    return output.flatten(1, 2).clamp_(-bound_B111, bound_B111).mul_(room_B111)
 
 
 def _with_room(value_BGSE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,10 +280,10 @@ def _with_room(value_BGSE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     The bounds are those of an average of the divided values.
     """
     value, S = value_BGSE.double(), value_BGSE.shape[2]
-    most_B111 = value.abs().amax((1, 2, 3), keepdim=True)
-    huge = most_B111 > 1e300 / S
-    room_B111 = torch.where(huge, torch.full_like(most_B111, 2.0 ** (S.bit_length() + 2)), 1.0)
-    bound_B111 = torch.where(huge, most_B111 / room_B111, torch.inf)
+    largest_B111 = value.abs().amax((1, 2, 3), keepdim=True)
+    huge = largest_B111 > 1e300 / S
+    room_B111 = torch.where(huge, torch.full_like(largest_B111, 2.0 ** (S.bit_length() + 2)), 1.0)
+    bound_B111 = torch.where(huge, largest_B111 / room_B111, torch.inf)
     return (value / room_B111 if occurs(huge) else value), room_B111, bound_B111
 
 
