@@ -47,9 +47,9 @@ def to_client_error(error: BaseException, device: Device) -> QkvError:
 
 def _requested_bytes(error: BaseException) -> float:
     """Returns the size of the failed allocation in bytes; 0 if the message lacks it."""
-    if (found := _REQUESTED.search(str(error))) is None:
+    if (match := _REQUESTED.search(str(error))) is None:
         return 0
-    number, unit = found.groups()
+    number, unit = match.groups()
     return float(number) * 1024.0 ** _UNITS.index(unit)
 
 

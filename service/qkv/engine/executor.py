@@ -201,9 +201,11 @@ class _Call:
         load_s, compute_s = self._loaded_at - self.started_at, self._stopwatch.seconds()
         split_s = self._unloading.seconds() + time.perf_counter() - unloaded_at
         results: list[Result | None] = []
-        for fit, own in zip(fits, outputs, strict=True):
+        for fit, job_outputs in zip(fits, outputs, strict=True):
             times = Times(load_s, compute_s, split_s, stacked_count=sum(fits))
-            result = Result(own, times, self._backend, self._batch_size, self.started_at, len(jobs))
+            result = Result(
+                job_outputs, times, self._backend, self._batch_size, self.started_at, len(jobs)
+            )
             results.append(result if fit else None)
         return results
 

@@ -127,11 +127,11 @@ def layers(shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, Any]]:
     """
     return [
         {
-            "prefix": found.prefix.rstrip("."),
-            "layouts": list(found.layouts),
-            **sizes_of(layout_catalogue.known()[found.layouts[0]], found.shapes)._asdict(),
+            "prefix": layer.prefix.rstrip("."),
+            "layouts": list(layer.layouts),
+            **sizes_of(layout_catalogue.known()[layer.layouts[0]], layer.shapes)._asdict(),
         }
-        for found in layout_catalogue.find_layers(shapes)
+        for layer in layout_catalogue.find_layers(shapes)
     ]
 
 

@@ -105,13 +105,13 @@ def compute_weight_form(
     if not variant.has_row_blocks:  # its `attend` may depend on the number of a head
         planes = max(planes, sizes.get("H", 1))
     for places in _plane_blocks(sizes, weights.letters, max(1, planes)):
-        own = _slice_arguments(variant, arguments, sizes, places)
+        block_arguments = _slice_arguments(variant, arguments, sizes, places)
         into = {n: t[_index(places, parts[n].letters)] for n, t in tensors.items()}
         with of_items(places[0]):
             if attends:
-                _pool_by_attending(variant, own, dtype, into["weights"])
+                _pool_by_attending(variant, block_arguments, dtype, into["weights"])
                 continue
-            row_block = variant.row_block_function(own)
+            row_block = variant.row_block_function(block_arguments)
             if query is None:  # each batch item is a matrix of one row
                 row_block = partial(_rows_of, row_block(slice(0, _plane_count(places)))[:, None])
                 into = {n: t if n == "received" else t.unsqueeze(1) for n, t in into.items()}
@@ -173,19 +173,19 @@ def _slice_arguments(
     items, heads = places
     K = sizes.get("H", 1) // sizes.get("G", sizes.get("H", 1))
     where = {"B": items, "H": heads, "G": slice(heads.start // K, -(-heads.stop // K))}
-    own = dict(arguments)
+    sliced = dict(arguments)
     for spec in variant.inputs.values():
         if (tensor := arguments.get(spec.argument)) is not None:
             axes = zip(spec.letters, tensor.shape, strict=True)
-            own[spec.argument] = tensor[
+            sliced[spec.argument] = tensor[
                 tuple(
                     slice(None) if size == 1 else where.get(letter, slice(None))
                     for letter, size in axes
                 )
             ]
     if variant.takes_plane:
-        own["plane_BH"] = arguments["plane_BH"][items, heads]
-    return own
+        sliced["plane_BH"] = arguments["plane_BH"][items, heads]
+    return sliced
 
 
 def _keep_rows(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:
@@ -222,11 +222,11 @@ def _largest(block_XRS: Tensor, k: int) -> Tensor:
     if are_deferred():  # a whole sort does not need to know how many are equal
         ordered = block_XRS.masked_fill(block_XRS.isnan(), torch.inf)
         return ordered.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    found, indices = block_XRS.topk(k, sorted=False)
-    if found.isnan().any():  # topk puts NaN first, but NaN is equal to nothing
+    largest, indices = block_XRS.topk(k, sorted=False)
+    if largest.isnan().any():  # topk puts NaN first, but NaN is equal to nothing
         block_XRS = block_XRS.masked_fill(block_XRS.isnan(), torch.inf)
-        found, indices = block_XRS.topk(k, sorted=False)
-    least = found.amin(-1, keepdim=True)
+        largest, indices = block_XRS.topk(k, sorted=False)
+    least = largest.amin(-1, keepdim=True)
     tied = torch.count_nonzero(block_XRS >= least, -1) > k  # topk omitted some equal weights
     indices = indices.sort(-1).values
     if tied.any():
@@ -267,16 +267,16 @@ def _pool(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None
     weights = into["weights"]
     P, Q = weights.shape[-2:]
     edges = _bin_edges(matrix.L, P)
-    own, received_XS = 0, weights.new_zeros((), dtype=torch.float64)
+    p, received_XS = 0, weights.new_zeros((), dtype=torch.float64)
     for rows, block in matrix.blocks():
         start = rows.start
         while start < rows.stop:
-            stop = min(rows.stop, edges[own + 1])
+            stop = min(rows.stop, edges[p + 1])
             part = block[..., start - rows.start : stop - rows.start, :]
             received_XS = part.sum(-2).double() + received_XS
-            if stop == edges[own + 1]:
-                weights[..., own, :] = _sum_bins(received_XS, Q) / (stop - edges[own])
-                own, received_XS = own + 1, weights.new_zeros((), dtype=torch.float64)
+            if stop == edges[p + 1]:
+                weights[..., p, :] = _sum_bins(received_XS, Q) / (stop - edges[p])
+                p, received_XS = p + 1, weights.new_zeros((), dtype=torch.float64)
             start = stop
 
 
@@ -315,9 +315,10 @@ def _pool_by_attending(
     for start in range(0, Q, _BINS_PER_CALL):
         bins = torch.arange(start, min(Q, start + _BINS_PER_CALL), device=value.device)
         inside_SQ = (bin_S[:, None] == bins).to(dtype)
-        own = {**arguments, **score_arguments}
-        own[variant.inputs["value"].argument] = inside_SQ.expand(*value.shape[:-1], -1).contiguous()
-        output = variant.attend(**own, outputs=frozenset({"output"})).output
+        bins_as_values = inside_SQ.expand(*value.shape[:-1], -1).contiguous()
+        bin_arguments = {**arguments, **score_arguments}
+        bin_arguments[variant.inputs["value"].argument] = bins_as_values
+        output = variant.attend(**bin_arguments, outputs=frozenset({"output"})).output
         L = output.shape[-2]
         counts_P1 = _copy_to(value.device, _bin_edges(L, P)).diff()[:, None]
         into[..., start : start + len(bins)] = _sum_bins(output.double().mT, P).mT / counts_P1

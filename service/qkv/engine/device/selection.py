@@ -21,13 +21,15 @@ def find_device(name: str) -> torch.device:
         ValueError: torch finds no such device.
     """
     kind, _, index = name.partition(":")
-    found = None if kind == "cpu" else torch.accelerator.current_accelerator(check_available=True)
-    is_missing = kind not in ("auto", "cpu") and (found is None or found.type != kind)
+    accelerator = (
+        None if kind == "cpu" else torch.accelerator.current_accelerator(check_available=True)
+    )
+    is_missing = kind not in ("auto", "cpu") and (accelerator is None or accelerator.type != kind)
     if is_missing or (index and int(index) >= torch.accelerator.device_count()):
         raise ValueError(f"QKV_DEVICE is {name}, but torch finds no such device")
-    if found is None:
+    if accelerator is None:
         return torch.device("cpu")
-    return torch.device(found.type, int(index)) if index else torch.device(found.type)
+    return torch.device(accelerator.type, int(index)) if index else torch.device(accelerator.type)
 
 
 def new_device(torch_device: torch.device, tf32: bool = False) -> Device:
