@@ -119,8 +119,10 @@ def weight_error(steps: Evaluation, dtype: torch.dtype, u: float) -> Tensor:
     error = score_error(steps, dtype, u).clamp(max=50)
     p = steps.weights
     least = (p * (-error).exp()).sum(-1, keepdim=True).clamp(min=1e-300)
-    most = (p * error.exp()).sum(-1, keepdim=True)
-    moved = p * torch.maximum(error.exp() / least - 1, 1 - (-error).exp() / most.clamp(min=1e-300))
+    largest = (p * error.exp()).sum(-1, keepdim=True)
+    moved = p * torch.maximum(
+        error.exp() / least - 1, 1 - (-error).exp() / largest.clamp(min=1e-300)
+    )
     n = steps.visible.sum(-1, keepdim=True)
     sums = (gamma(n + _maximum_changes(steps.scores) + 8, u) + _sum_rounding(steps, u)) * p
     tiny = torch.finfo(torch.float32).smallest_normal

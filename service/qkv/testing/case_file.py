@@ -152,15 +152,15 @@ def _read_inputs(spec: CaseSpec, variant: Variant, message: Message) -> dict[str
     inputs = Inputs.from_message(variant, variant.parse(spec.parameters), fields, message)
     raw = inputs.read_tensors(message)
     inputs.check_key_lengths(raw)
-    found = {name: _to_tensor(x).view(inputs.shapes[name]) for name, x in raw.items()}
-    for name, x in found.items():
+    input_tensors = {name: _to_tensor(x).view(inputs.shapes[name]) for name, x in raw.items()}
+    for name, x in input_tensors.items():
         expected = _OPTIONAL_INPUTS.get(name, spec.dtype)
         if str(x.dtype)[6:] != expected:
             raise InvalidContent(
                 f"{name} has the wrong dtype: got {str(x.dtype)[6:]}, expected {expected}",
                 pointer=pointer_to("inputs", name),
             )
-    return {n: found[n] for n in variant.inputs if n in found}
+    return {n: input_tensors[n] for n in variant.inputs if n in input_tensors}
 
 
 def _read(tensors: Mapping[str, RawTensor], name: str, dtype: str, group: str) -> Tensor:
@@ -189,13 +189,13 @@ def _check_size(variant: Variant, sizes: Mapping[str, int], pointer: str) -> Non
 
     drawn = [i for i in variant.inputs.values() if not i.is_optional]
     results = max(count("BHLS"), count(variant.outputs["output"].letters))
-    for found, text, most in (
+    for size, text, limit in (
         (results, "scores or numbers of the output", _MOST_NUMBERS),
         (max(count(i.letters) for i in drawn), "numbers of an input", _MOST_INPUTS),
     ):
-        if found > most:
+        if size > limit:
             raise InvalidContent(
-                f"the case is too large: got {found} {text}, expected at most {most}",
+                f"the case is too large: got {size} {text}, expected at most {limit}",
                 pointer=pointer,
             )
 

@@ -72,41 +72,41 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def error_units(found: Tensor, exact: Tensor, budget: Tensor) -> Tensor:
+def error_units(values: Tensor, exact: Tensor, budget: Tensor) -> Tensor:
     """Returns the error of each number in units of its budget.
 
     It is 0 for an equal number, and infinite for NaN or infinity where a finite number is expected
     and the reverse. A number that the result's dtype cannot hold may be infinite.
     """
-    wide = found.double()
+    wide = values.double()
     error = (wide - exact).abs()
     units = torch.where(error == 0, 0.0, error / budget)
-    overflows = ~exact.to(found.dtype).isfinite() & exact.isfinite()
+    overflows = ~exact.to(values.dtype).isfinite() & exact.isfinite()
     same = (wide == exact) | (wide.isnan() & exact.isnan())
     units = units.masked_fill(~wide.isfinite() | ~exact.isfinite(), torch.inf)
-    return units.masked_fill(same | (overflows & (wide == exact.to(found.dtype).double())), 0.0)
+    return units.masked_fill(same | (overflows & (wide == exact.to(values.dtype).double())), 0.0)
 
 
 def compare(
-    family: str, result: str, found: Tensor, exact: Tensor, budget: Tensor, kernel: Tensor | None
+    family: str, result: str, values: Tensor, exact: Tensor, budget: Tensor, kernel: Tensor | None
 ) -> Case:
     """Returns the verdict on a result.
 
     Args:
         family: the family of inputs.
         result: the name of the result.
-        found: the function's result.
+        values: the function's result.
         exact: the float64 result.
         budget: the largest error allowed for each number.
         kernel: the result of torch's own kernel, if there is one.
     """
-    units = error_units(found, exact, budget)
+    units = error_units(values, exact, budget)
     flat = int(units.flatten().argmax())
     worst = tuple(int(i) for i in np.unravel_index(flat, tuple(units.shape)))
-    largest, got, expected = float(units[worst]), float(found[worst]), float(exact[worst])
+    largest, got, expected = float(units[worst]), float(values[worst]), float(exact[worst])
     passed = largest <= 1
     error = abs(got - expected)
-    a, b = found.double().flatten(), exact.flatten()
+    a, b = values.double().flatten(), exact.flatten()
     cosine = _cosine(a, b) if bool(a.isfinite().all() & b.isfinite().all()) else None
     torch_error = torch_units = None
     if kernel is not None:
@@ -114,7 +114,7 @@ def compare(
         torch_units = float(error_units(kernel, exact, budget).max())
     return Case(
         family,
-        str(found.dtype)[6:],
+        str(values.dtype)[6:],
         result,
         passed,
         error if math.isfinite(error) else math.inf * (largest > 0) if largest else 0.0,

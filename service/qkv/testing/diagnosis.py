@@ -58,7 +58,7 @@ def _find_wrong_outputs(observations: Sequence[Observation]) -> list[str]:
     wrong = [o for o in wrong if _WIDTH.index(o.call.dtype) == widest]
     same_dtype = [o for o in observations if o.call.dtype == wrong[0].call.dtype]
     right = [o for o in same_dtype if not _is_output_wrong(o)]
-    wrong.sort(key=lambda o: o.found["output"].numel())
+    wrong.sort(key=lambda o: o.results["output"].numel())
     active = [h for h in _singles() if any(h.changes[0](o.call) is not o.call for o in wrong)]
     # the reference of other variants is too slow for hundreds of pairs
     pairs = _pairs(active) if has_derivation(wrong[0].call) else ()
@@ -98,7 +98,7 @@ def _pairs(singles: Sequence[_Hypothesis]) -> Iterator[_Hypothesis]:
 def _is_output_wrong(observation: Observation) -> bool:
     truth = observation.truth
     units = error_units(
-        observation.found["output"], truth.results["output"], truth.budgets["output"]
+        observation.results["output"], truth.results["output"], truth.budgets["output"]
     )
     return float(units.max()) > 1
 
@@ -112,14 +112,14 @@ def _distance(observation: Observation, hypothesis: _Hypothesis) -> float:
         result = WrongResult(apply_changes(observation.call, hypothesis.changes))
     except (QkvError, RuntimeError, ValueError):
         return torch.inf
-    return result.distance(observation.found["output"])
+    return result.distance(observation.results["output"])
 
 
 def _find_wrong_gradients(failed: Sequence[Observation]) -> list[str]:
     """Returns bugs of a backward pass: their gradients are those of the function."""
     widest = min(_WIDTH.index(o.call.dtype) for o in failed)
     chosen = [o for o in failed if _WIDTH.index(o.call.dtype) == widest]
-    if any(len(o.found) == 1 for o in chosen):
+    if any(len(o.results) == 1 for o in chosen):
         return []
     kept = []
     for hypothesis in _singles():
@@ -144,12 +144,12 @@ def _gradient_distance(observation: Observation, hypothesis: _Hypothesis) -> flo
         return torch.inf
     distance, change = 0.0, 0.0
     for name, wrong in gradients.items():
-        found, budget = observation.found[name], observation.truth.budgets[name]
-        if wrong.shape != found.shape:
+        gradient, budget = observation.results[name], observation.truth.budgets[name]
+        if wrong.shape != gradient.shape:
             return torch.inf
         right = observation.truth.results[name]
         largest = wrong.abs().amax() + right.abs().amax()
-        units = error_units(found, wrong, budget + largest * torch.finfo(found.dtype).eps)
+        units = error_units(gradient, wrong, budget + largest * torch.finfo(gradient.dtype).eps)
         distance = max(distance, float(units.max()))
         change = max(change, float(error_units(wrong, right, budget).max()))
     return distance if change > 1 else torch.inf

@@ -106,12 +106,12 @@ def run_function(
 def _gradients(output: Tensor, sent: dict[str, Tensor], call: Call) -> dict[str, Tensor]:
     assert call.grad_output is not None
     inputs = {n: sent[n] for n in call.positional}
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         output, list(inputs.values()), call.grad_output.to(output.device), allow_unused=True
     )
     return {
         f"grad {n}": torch.zeros_like(x) if gradient is None else gradient
-        for (n, x), gradient in zip(inputs.items(), found, strict=True)
+        for (n, x), gradient in zip(inputs.items(), gradients, strict=True)
     }
 
 
@@ -120,11 +120,11 @@ def _copy(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
 
 
-def _same_bits(found: Tensor, sent: Tensor) -> bool:
+def _same_bits(after: Tensor, sent: Tensor) -> bool:
     if not sent.is_floating_point():
-        return torch.equal(found, sent)
+        return torch.equal(after, sent)
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[sent.element_size()]
-    return torch.equal(found.contiguous().view(width), sent.contiguous().view(width))
+    return torch.equal(after.contiguous().view(width), sent.contiguous().view(width))
 
 
 def _to_framework(x: Tensor, framework: Framework) -> Any:

@@ -52,8 +52,8 @@ def sums_are_narrow(observations: Sequence[Observation]) -> bool:
 
 
 def _output_units(observation: Observation) -> float:
-    truth, found = observation.truth, observation.found["output"]
-    return float(error_units(found, truth.results["output"], truth.budgets["output"]).max())
+    truth, output = observation.truth, observation.results["output"]
+    return float(error_units(output, truth.results["output"], truth.budgets["output"]).max())
 
 
 def _longest(observations: Sequence[Observation]) -> list[Observation]:
@@ -70,7 +70,7 @@ def _is_coarse(observation: Observation) -> bool:
     one row or block leaves most numbers right, so that their median error is small.
     """
     exact = observation.truth.results["output"]
-    error = (observation.found["output"].double() - exact).abs()
+    error = (observation.results["output"].double() - exact).abs()
     units = error / output_budget(evaluate(observation.call), torch.float16)
     return bool(units.max() > 1) and bool(units.median() > units.max() / _SPREAD)
 
@@ -78,10 +78,10 @@ def _is_coarse(observation: Observation) -> bool:
 def _fits(observation: Observation, t: float) -> bool:
     """True if the output and its gradients differ by no more than sums with roundoff t cause."""
     steps = evaluate(observation.call)
-    found, exact = observation.found["output"].double(), observation.truth.results["output"]
-    if not bool(found.isfinite().all()) or not _gradients_fit(observation, steps, t):
+    output, exact = observation.results["output"].double(), observation.truth.results["output"]
+    if not bool(output.isfinite().all()) or not _gradients_fit(observation, steps, t):
         return False
-    error = (found - exact).abs() - observation.truth.budgets["output"]
+    error = (output - exact).abs() - observation.truth.budgets["output"]
     mass = steps.weights @ steps.value.abs()
     terms = steps.visible.sum(-1, keepdim=True).double()
     # in a sum that stops to grow, nearly all terms are lost
@@ -94,7 +94,7 @@ def _fits(observation: Observation, t: float) -> bool:
     # a sum that stops to grow makes all errors of a row alike
     if _is_biased(observation) or bool(share.max() > _STALLED):
         return True
-    if _follows(found - exact, exact):
+    if _follows(output - exact, exact):
         return False
     D = steps.query.shape[-1]
     usual = 4 * t * (terms + D).sqrt() + _score_share(steps, t) / math.sqrt(D)
@@ -118,8 +118,8 @@ def _follows(error: Tensor, exact: Tensor) -> bool:
 
 def _gradients_fit(observation: Observation, steps: Evaluation, t: float) -> bool:
     """True if the gradients are within the budget of sums with roundoff t."""
-    call, found = observation.call, observation.found
-    names = [n for n in found if n != "output"]
+    call, results = observation.call, observation.results
+    names = [n for n in results if n != "output"]
     if not names or call.grad_output is None:
         return True
     grad, heads = call.grad_output.double(), call.inputs["key"].shape[1]
@@ -127,7 +127,7 @@ def _gradients_fit(observation: Observation, steps: Evaluation, t: float) -> boo
     exact = observation.truth.results
     for name in names:
         allowed = budgets[name.removeprefix("grad ")].nan_to_num(nan=torch.inf)  # 0 times infinity
-        if float(error_units(found[name], exact[name], allowed).max()) > 1:
+        if float(error_units(results[name], exact[name], allowed).max()) > 1:
             return False
     return True
 

@@ -18,11 +18,11 @@ class Observation(NamedTuple):
     Attributes:
         call: the call.
         truth: its exact results and budgets.
-        found: the function's results by name, with at least `output`.
+        results: the function's results by name, with at least `output`.
         has_failed: True if a result is over budget.
     """
 
     call: Call
     truth: Truth
-    found: dict[str, Tensor]
+    results: dict[str, Tensor]
     has_failed: bool

@@ -171,8 +171,8 @@ def _names(cases: Sequence[Case]) -> str:
     for case in cases:
         dtypes.setdefault(case.family, {})[case.dtype] = None
     families: dict[tuple[str, ...], list[str]] = {}
-    for family, found in dtypes.items():
-        families.setdefault(tuple(sorted(found)), []).append(family)
+    for family, family_dtypes in dtypes.items():
+        families.setdefault(tuple(sorted(family_dtypes)), []).append(family)
     return "; ".join(f"{', '.join(names)} ({', '.join(d)})" for d, names in families.items())
 
 

@@ -67,8 +67,8 @@ class TermSizes(TorchDispatchMode):
     ) -> Tensor | None:
         """Returns the sizes of an operation's result; None if it forgets its terms."""
         if name in _RULES:
-            found: Tensor = _RULES[name](self, *arguments)
-            return found
+            size: Tensor = _RULES[name](self, *arguments)
+            return size
         if name not in _SUMS:
             return None
         options = {n: x for n, x in keywords.items() if n != "out"}
@@ -101,8 +101,8 @@ def _quotient(sizes: TermSizes, x: Tensor, y: Tensor | float) -> Any:
 
 
 def _sum(sizes: TermSizes, x: Tensor, *axes: Any) -> Tensor:
-    found: Tensor = sizes.of(x).sum(*axes)
-    return found
+    total: Tensor = sizes.of(x).sum(*axes)
+    return total
 
 
 def _copied(sizes: TermSizes, to: Tensor, x: Tensor, *rest: Any) -> Any:

@@ -36,6 +36,6 @@ def run_torch_kernel(call: Call, gradients: bool = False) -> dict[str, Tensor]:
     )
     results = {"output": output.detach()}
     if gradients and call.grad_output is not None:
-        found = torch.autograd.grad(output, list(sent.values()), call.grad_output)
-        results |= {f"grad {n}": x for n, x in zip(sent, found, strict=True)}
+        input_gradients = torch.autograd.grad(output, list(sent.values()), call.grad_output)
+        results |= {f"grad {n}": x for n, x in zip(sent, input_gradients, strict=True)}
     return results

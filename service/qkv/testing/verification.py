@@ -178,8 +178,8 @@ def _run_cases(run: Runner, specs: Iterable[CaseSpec]) -> tuple[list[Case], list
         except NotDrawn as reason:
             cases.append(Case(spec.family, spec.dtype, "output", None, not_run=str(reason)))
             continue
-        found, observation = check_outcome(spec.family, call, run(spec, call))
-        cases += found
+        verdicts, observation = check_outcome(spec.family, call, run(spec, call))
+        cases += verdicts
         if observation is not None:
             observations.append(observation)
     return cases, diagnose(observations)

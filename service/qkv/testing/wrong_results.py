@@ -50,37 +50,37 @@ class WrongResult:
             output = self._result.output
         self.output = self._arranged(output)
 
-    def distance(self, found: Tensor) -> float:
+    def distance(self, output: Tensor) -> float:
         """Returns the largest distance of a function's output, in units of the budget.
 
         It is infinite for another shape or an output that is far away: the budget is computed only
         for outputs that are near. Numbers without a definite result do not count.
         """
-        if self.output.shape != found.shape:
+        if self.output.shape != output.shape:
             return torch.inf
-        known = torch.ones_like(found, dtype=torch.bool)
+        known = torch.ones_like(output, dtype=torch.bool)
         if self.call.flags & {"no-max", "no-sum-no-max"}:
             known = self._arranged(self._is_definite())
             # an overflow gives NaN or infinity, by the order of sum and quotient
-            known = known & (found.isfinite() | self.output.isfinite())
-        if not torch.equal(found.isfinite() | ~known, self.output.isfinite() | ~known):
+            known = known & (output.isfinite() | self.output.isfinite())
+        if not torch.equal(output.isfinite() | ~known, self.output.isfinite() | ~known):
             return torch.inf
-        a, b = (x.double().masked_fill(~known, 0.0).nan_to_num(0.0) for x in (found, self.output))
+        a, b = (x.double().masked_fill(~known, 0.0).nan_to_num(0.0) for x in (output, self.output))
         if bool((a - b).norm() > 0.5 * b.norm() + 1e-30):
             return torch.inf
-        if self._is_far(found, known):
+        if self._is_far(output, known):
             return torch.inf
-        units = error_units(found, self.output, self.budget)
+        units = error_units(output, self.output, self.budget)
         return float(units.masked_fill(~known, 0.0).max())
 
-    def _is_far(self, found: Tensor, known: Tensor) -> bool:
+    def _is_far(self, output: Tensor, known: Tensor) -> bool:
         """True if a few columns are over budget: they cost little, and settle most cases."""
-        if self._result is not None or self._rearrange or found.shape[-1] <= _COLUMNS:
+        if self._result is not None or self._rearrange or output.shape[-1] <= _COLUMNS:
             return False
-        columns = slice(None, None, found.shape[-1] // _COLUMNS)
-        value, output = self._steps.value[..., columns], self._steps.output[..., columns]
-        allowed = output_budget(self._steps._replace(value=value, output=output), self.call.dtype)
-        units = error_units(found[..., columns], output, allowed)
+        columns = slice(None, None, output.shape[-1] // _COLUMNS)
+        value, wrong = self._steps.value[..., columns], self._steps.output[..., columns]
+        allowed = output_budget(self._steps._replace(value=value, output=wrong), self.call.dtype)
+        units = error_units(output[..., columns], wrong, allowed)
         return bool(units.masked_fill(~known[..., columns], 0.0).max() > 1)
 
     def _is_definite(self) -> Tensor:
@@ -109,8 +109,10 @@ class WrongResult:
         leaves = {n: self.call.exact_inputs[n].clone().requires_grad_() for n in names}
         call = replace(self.call, inputs={**self.call.exact_inputs, **leaves})
         output = self._arranged(evaluate(call).output)
-        found = torch.autograd.grad(output, list(leaves.values()), self.call.grad_output.double())
-        return {f"grad {n}": x for n, x in zip(names, found, strict=True)}
+        gradients = torch.autograd.grad(
+            output, list(leaves.values()), self.call.grad_output.double()
+        )
+        return {f"grad {n}": x for n, x in zip(names, gradients, strict=True)}
 
     def _arranged(self, x: Tensor) -> Tensor:
         for rearrange in self._rearrange:
