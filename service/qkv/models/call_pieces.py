@@ -136,7 +136,7 @@ def cut(call: ModelCall, part: Part, rows: int | None, variants: int) -> Iterato
 
 
 def _ranges(start: int, end: int, group: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of at most `most` planes: whole groups, or parts of one group."""
+    """Yields ranges of at most `limit` planes: whole groups, or parts of one group."""
     if limit >= group:
         step = limit // group * group
         yield from ((first, min(first + step, end)) for first in range(start, end, step))

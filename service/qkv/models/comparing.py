@@ -113,12 +113,12 @@ def compare_calls(
         if bar is not None:
             bar.close()
     del unfinished[key]
-    found_rows = [
+    head_rows = [
         each.row(layer, head, variant.label)
         for (layer, head), of_head in sums.items()
         for variant, each in zip(others, of_head, strict=True)
     ]
-    return HeadComparison(tuple(found_rows), baseline.label, tuple(missed))
+    return HeadComparison(tuple(head_rows), baseline.label, tuple(missed))
 
 
 class _Comparer:

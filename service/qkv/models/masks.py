@@ -131,11 +131,11 @@ def _visible(call: ModelCall, item: int) -> tuple[Tensor, Tensor | None]:
     allowed_LS = _band(distance_LS, left, 0 if call.causal else right)
     if mask_HLS.dtype == torch.bool:
         return mask_HLS & allowed_LS, None
-    most_HL1 = mask_HLS.amax(-1, keepdim=True)
+    largest_HL1 = mask_HLS.amax(-1, keepdim=True)
     lowest = max(_HIDDEN_ROW, torch.finfo(mask_HLS.dtype).min / 2)
-    is_level = (mask_HLS == most_HL1).all(-1, keepdim=True)
-    hides_all_HL1 = (most_HL1 <= lowest) | (is_level & (most_HL1 <= _HIDDEN))
-    pairs_HLS = (mask_HLS > most_HL1 + _HIDDEN) & ~hides_all_HL1 & allowed_LS
+    is_level = (mask_HLS == largest_HL1).all(-1, keepdim=True)
+    hides_all_HL1 = (largest_HL1 <= lowest) | (is_level & (largest_HL1 <= _HIDDEN))
+    pairs_HLS = (mask_HLS > largest_HL1 + _HIDDEN) & ~hides_all_HL1 & allowed_LS
     has_bias = bool(((mask_HLS != 0) & pairs_HLS).any())
     return pairs_HLS, mask_HLS if has_bias else None
 
@@ -153,13 +153,13 @@ def _part_of(call: ModelCall, pairs_HLS: Tensor, bias_HLS: Tensor | None, differ
     keys_S, queries_L = seen_LS.any(0), seen_LS.any(1)
     shown_HLS = pairs_HLS[:, queries_L][:, :, keys_S]
     explained = _explain(shown_HLS)
-    own_L = _own_keys(call, seen_LS, keys_S)
-    if own_L is not None and not bool(own_L[queries_L].all()):
-        kept_L = queries_L & own_L
+    is_own_key_seen_L = _own_keys(call, seen_LS, keys_S)
+    if is_own_key_seen_L is not None and not bool(is_own_key_seen_L[queries_L].all()):
+        kept_L = queries_L & is_own_key_seen_L
         without = pairs_HLS[:, kept_L][:, :, keys_S]
         explained_without = _explain(without)
         # with a cache of keys, only causality tells that this is self-attention
-        has_cache = len(own_L) != len(keys_S)
+        has_cache = len(is_own_key_seen_L) != len(keys_S)
         is_causal = explained_without is not None and explained_without.causal
         if differ or is_causal or (explained_without is not None and not has_cache):
             queries_L, shown_HLS, explained = kept_L, without, explained_without
@@ -208,9 +208,9 @@ def _explain(visible_HLS: Tensor) -> _Explained | None:
     right = int(-distance_LS[seen_LS].min())
     if right < 0 or not bool((visible_HLS == _band(distance_LS, left, right)).all()):
         return None
-    own_left = None if left >= S - 1 else left
-    own_right = None if right == 0 or right >= L - 1 else right
-    window = None if own_left is None and own_right is None else (own_left, own_right)
+    window_left = None if left >= S - 1 else left
+    window_right = None if right == 0 or right >= L - 1 else right
+    window = None if window_left is None and window_right is None else (window_left, window_right)
     return _Explained(right == 0, S - L, window)
 
 

@@ -99,10 +99,10 @@ def follow(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     target = written(function, args)
     if target is not None:
         known = _known([args, kwargs])
-        found = _find(function, args, kwargs, known, [target]) if known else None
+        new_places = _find(function, args, kwargs, known, [target]) if known else None
         result = function(*args, **kwargs)
-        if found is not None:
-            places[target] = found[0]
+        if new_places is not None:
+            places[target] = new_places[0]
         return result
     result = function(*args, **kwargs)
     if numbers := [x for x in tensors_of(result) if is_number(x)]:
@@ -122,14 +122,14 @@ def _note(
     arguments = [x for x in tensors_of([args, kwargs]) if is_number(x)]
     if any(results[0] is x for x in arguments):
         return
-    found: list[Place | None] | None = [None] * len(results)
+    new_places: list[Place | None] | None = [None] * len(results)
     if known := _known(arguments):
-        found = _find(function, args, kwargs, known, results)
+        new_places = _find(function, args, kwargs, known, results)
     elif "empty" in getattr(function, "__name__", "") or any(
         x not in places and not isinstance(x, nn.Parameter) for x in arguments
     ):
         return  # a kernel that cannot be seen may fill it, or has filled an argument
-    for x, place in zip(results, found or (), strict=False):
+    for x, place in zip(results, new_places or (), strict=False):
         places[x] = place
 
 
