@@ -272,11 +272,11 @@ def _check_output_projection(variant: Variant, layer: Layer | None, axes: AxisSi
     if layer is None or layer.output_width is None:
         return
     _, heads, _, width = variant.outputs["output"].letters
-    found, expected = axes.sizes[heads] * axes.sizes[width], len(layer.weights["output.weight"])
-    if found != expected:
+    channels, expected = axes.sizes[heads] * axes.sizes[width], len(layer.weights["output.weight"])
+    if channels != expected:
         raise InvalidContent(
             f"{variant.name} does not fit the output projection: its output has the "
-            f"{axes.sizes[heads]} key heads, {found} channels, expected {expected}",
+            f"{axes.sizes[heads]} key heads, {channels} channels, expected {expected}",
             pointer="/layer/tensors",
         )
 

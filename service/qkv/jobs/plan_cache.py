@@ -79,10 +79,10 @@ class BoundedCache(Generic[_T]):
     def get(self, key: Hashable) -> _T | None:
         """Returns the value of a key; None if it is not there."""
         with self._lock:
-            if (found := self._values.get(key)) is None:
+            if (entry := self._values.get(key)) is None:
                 return None
             self._values.move_to_end(key)  # and keep the key that was counted
-        return found[0]
+        return entry[0]
 
     def put(self, key: Hashable, value: _T, held_bytes: int) -> None:
         """Adds a value, unless it is too large; drops those that were not used for longest.

@@ -69,9 +69,9 @@ def sum_errors(output: RawTensor, reference: RawTensor, axes: Axes | None) -> Er
     """
     axes = axes or (1, 1, output.numpy().size)
     b, a = (x.numpy().reshape(axes) for x in (output, reference))
-    most_H = np.maximum(_largest(b, axes), _largest(a, axes))
-    is_finite_H = np.isfinite(most_H)
-    exponent_H = np.frexp(np.where(is_finite_H, most_H, 0.0))[1].clip(-1000, 1000)
+    size_H = np.maximum(_largest(b, axes), _largest(a, axes))
+    is_finite_H = np.isfinite(size_H)
+    exponent_H = np.frexp(np.where(is_finite_H, size_H, 0.0))[1].clip(-1000, 1000)
     scale_H = np.ldexp(1.0, -exponent_H)
     error_H, a_H, b_H, dot_H, largest_H = np.zeros((5, axes[1]))
     with np.errstate(invalid="ignore", over="ignore"):  # in heads that are not finite
