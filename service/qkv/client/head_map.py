@@ -80,7 +80,7 @@ def head_maps(
         raise ValueError("a map needs layers and values: got none, expected at least one of each")
     if limits is not None:
         _check_limits(limits)
-    tables = {name: _rows(_label_of(name), found, names) for name, found in values.items()}
+    tables = {name: _rows(_label_of(name), matrix, names) for name, matrix in values.items()}
     heads = max(len(row) for rows in tables.values() for row in rows)
     if not heads:
         raise ValueError("values has no head: expected at least one number")
@@ -102,7 +102,7 @@ def _rows(label: str, values: Any, layers: Sequence[str]) -> list[list[float]]:
             f"{label} has the wrong number of rows: got {len(rows)}, expected {len(layers)}, one "
             "for each layer"
         )
-    found = []
+    table = []
     for layer, row in zip(layers, rows, strict=True):
         try:
             inner = _array(row).tolist() if is_array(row) else list(row)
@@ -117,8 +117,8 @@ def _rows(label: str, values: Any, layers: Sequence[str]) -> list[list[float]]:
                 f"{label} is not finite for layer {layer}: got an infinite number, expected finite "
                 "numbers, NaN or None"
             )
-        found.append(numbers)
-    return found
+        table.append(numbers)
+    return table
 
 
 def _array(values: Any) -> np.ndarray:

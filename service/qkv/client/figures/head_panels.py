@@ -55,10 +55,10 @@ def draw_heads(
     scales = [Scale.linear(group, limits) for group in groups]
     figure = draw_panels(panels, scales, title=title, value_name=value_name, ax=ax)
     axes = [ax] if ax is not None else figure.axes[: len(panels)]
-    for own, rows in zip(axes, tables.values(), strict=True):
+    for panel_ax, rows in zip(axes, tables.values(), strict=True):
         missing = [(j, i) for i, row in enumerate(rows) for j, x in enumerate(row) if x != x]
         if missing:
-            own.plot(*zip(*missing, strict=True), "x", color="0.6", label="no value")
+            panel_ax.plot(*zip(*missing, strict=True), "x", color="0.6", label="no value")
     return figure
 
 
@@ -72,13 +72,13 @@ def _matrix(rows: Sequence[Sequence[float]], heads: int) -> np.ndarray:
 
 def _numbers(matrix_LH: np.ndarray) -> list[list[str]]:
     """Returns the text of each number, all with as many decimals; "" for NaN."""
-    found = matrix_LH[np.isfinite(matrix_LH)]
-    most = float(np.abs(found).max(initial=0))
-    if (found == np.round(found)).all() or not most:
+    finite = matrix_LH[np.isfinite(matrix_LH)]
+    largest = float(np.abs(finite).max(initial=0))
+    if (finite == np.round(finite)).all() or not largest:
         decimals = 0
     else:
-        exponent = math.floor(math.log10(most))
-        decimals = max(0, 2 - exponent) if most >= 1 else 1 - exponent
+        exponent = math.floor(math.log10(largest))
+        decimals = max(0, 2 - exponent) if largest >= 1 else 1 - exponent
     minus = "−" if mpl.rcParams["axes.unicode_minus"] else "-"
     return [
         ["" if x != x else f"{x + 0.0:.{decimals}f}".replace("-", minus) for x in row]

@@ -89,10 +89,10 @@ class Panel(NamedTuple):
         """True if cells are as wide as high."""
         return self.cell[0] == self.cell[1] and max(self.shape) <= _LONG * min(self.shape)
 
-    def inches(self, most: float) -> tuple[float, float]:
-        """Returns width and height of the panel, at most `most`."""
+    def inches(self, max_side: float) -> tuple[float, float]:
+        """Returns width and height of the panel, at most `max_side`."""
         rows, columns = self.shape
-        width, height = min(self.cell[0], most / columns), min(self.cell[1], most / rows)
+        width, height = min(self.cell[0], max_side / columns), min(self.cell[1], max_side / rows)
         if self.is_square:
             width = height = max(min(width, height), _LEAST_SIDE / max(rows, columns))
             return columns * width, rows * height
@@ -120,8 +120,8 @@ def draw_panels(
         ValueError: `ax` is for one panel, and there are more.
     """
     if ax is None:
-        most = next(side for limit, side in _SIDES if len(panels) <= limit)
-        sizes = [panel.inches(most) for panel in panels]
+        max_side = next(side for limit, side in _SIDES if len(panels) <= limit)
+        sizes = [panel.inches(max_side) for panel in panels]
         figure, grid = _new_figure(panels, sizes, has_bars=len(scales) > 1)
         if title:
             figure.suptitle(title, parse_math=False)
@@ -133,14 +133,14 @@ def draw_panels(
         box = ax.get_window_extent().transformed(figure.dpi_scale_trans.inverted())
         sizes = [(0.8 * box.width, 0.8 * box.height)]  # the colour bar takes the rest
     images = [
-        _draw(own, panel, scales[n % len(scales)], sizes[n])
-        for n, (own, panel) in enumerate(zip(grid, panels, strict=True))
+        _draw(panel_ax, panel, scales[n % len(scales)], sizes[n])
+        for n, (panel_ax, panel) in enumerate(zip(grid, panels, strict=True))
     ]
     if len(scales) == 1:
         figure.colorbar(images[0], ax=grid, label=value_name)
     else:
-        for own, image in zip(grid, images, strict=True):
-            figure.colorbar(image, ax=own, label=value_name)
+        for panel_ax, image in zip(grid, images, strict=True):
+            figure.colorbar(image, ax=panel_ax, label=value_name)
     return figure
 
 

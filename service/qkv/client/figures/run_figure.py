@@ -46,8 +46,8 @@ class _Choice(NamedTuple):
     def planes(self, array: np.ndarray, rank: int) -> np.ndarray:
         """Returns the chosen arrays of this rank, (number chosen, ...)."""
         lead = array.ndim - rank
-        own = array[self.batch] if lead else array
-        return own[self.heads] if lead > 1 else own[None]
+        chosen = array[self.batch] if lead else array
+        return chosen[self.heads] if lead > 1 else chosen[None]
 
 
 def draw_run(
@@ -244,8 +244,8 @@ def _fit(plane: np.ndarray, indices: np.ndarray | None, size: tuple[int, int]) -
     else:
         row = np.broadcast_to(np.arange(rows)[:, None] // tall, plane.shape)
         np.add.at(total, (row[indices >= 0], indices[indices >= 0] // wide), exact[indices >= 0])
-    found: np.ndarray = total / np.diff([*range(0, rows, tall), rows])[:, None]
-    return found
+    cells: np.ndarray = total / np.diff([*range(0, rows, tall), rows])[:, None]
+    return cells
 
 
 def _statistics(

@@ -45,8 +45,8 @@ class Scale(NamedTuple):
 def _limits(matrices: Iterable[np.ndarray]) -> tuple[float, float]:
     """Returns 0 and the largest number, or the same size on both sides of 0."""
     numbers = np.concatenate([np.ma.masked_invalid(matrix).compressed() for matrix in matrices])
-    most = float(np.abs(numbers).max(initial=0.0)) or 1.0
-    return -most if (numbers < 0).any() else 0.0, most
+    largest = float(np.abs(numbers).max(initial=0.0)) or 1.0
+    return -largest if (numbers < 0).any() else 0.0, largest
 
 
 def _cmap(low: float, high: float) -> str:
@@ -54,10 +54,10 @@ def _cmap(low: float, high: float) -> str:
 
 
 def _root(numbers: np.ndarray) -> np.ndarray:
-    found: np.ndarray = np.sign(numbers) * np.sqrt(np.abs(numbers))
-    return found
+    roots: np.ndarray = np.sign(numbers) * np.sqrt(np.abs(numbers))
+    return roots
 
 
 def _square(numbers: np.ndarray) -> np.ndarray:
-    found: np.ndarray = np.sign(numbers) * np.square(numbers)
-    return found
+    squares: np.ndarray = np.sign(numbers) * np.square(numbers)
+    return squares

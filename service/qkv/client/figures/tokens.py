@@ -32,18 +32,18 @@ def choose_tokens(name: str, tokens: Tokens | None, batch: int, sequences: int) 
         return None
     if isinstance(tokens, str):
         raise ValueError(f"{name} is one string: got {tokens!r:.60}, expected a list of strings")
-    found: list[Any] = list(tokens)
-    if found and not any(isinstance(token, str) for token in found):
-        if len(found) != sequences or not all(hasattr(inner, "__iter__") for inner in found):
+    listed: list[Any] = list(tokens)
+    if listed and not any(isinstance(token, str) for token in listed):
+        if len(listed) != sequences or not all(hasattr(inner, "__iter__") for inner in listed):
             raise ValueError(
-                f"{name} does not fit the batch: got {len(found)} items that are no strings, "
+                f"{name} does not fit the batch: got {len(listed)} items that are no strings, "
                 f"expected a list of strings, or one such list for each of B={sequences} sequences"
             )
-        found = list(found[batch])
-    for n, token in enumerate(found):
+        listed = list(listed[batch])
+    for n, token in enumerate(listed):
         if not isinstance(token, str):
             raise ValueError(f"{name}[{n}] is no string: got {token!r:.60}, expected a string")
-    return found
+    return listed
 
 
 def check_count(name: str, tokens: Sequence[str], letter: str, count: int) -> None:
@@ -77,11 +77,11 @@ def _sign(character: str) -> str:
     return character if is_shown else repr(character)[1:-1]
 
 
-def shorten(text: str, most: int = _MOST) -> str:
-    """Returns a text of at most `most` columns; an ellipsis shows that it is shorter."""
-    if count_columns(text) <= most:
+def shorten(text: str, limit: int = _MOST) -> str:
+    """Returns a text of at most `limit` columns; an ellipsis shows that it is shorter."""
+    if count_columns(text) <= limit:
         return text
-    while count_columns(text) > most - 1:
+    while count_columns(text) > limit - 1:
         text = text[:-1]
     return text + "…"
 
