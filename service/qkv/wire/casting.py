@@ -26,17 +26,17 @@ def dtype_of(raw: RawTensor, name: str, accepted: Sequence[str], dtype: str, poi
         InvalidContent: the dtype is not accepted.
     """
     if not raw.is_untyped:
-        found, text = raw.dtype, raw.dtype
+        candidate, text = raw.dtype, raw.dtype
     elif raw.dtype == "bool":
-        found, text = "bool", "booleans"
+        candidate, text = "bool", "booleans"
     elif not any(d in accepted for d in FLOATING):
         return "int64"
     elif "bool" in accepted:  # a mask that is added to the scores has their dtype
         return "float64" if dtype == "float64" else "float32"
     else:
-        found, text = dtype, dtype
-    if found in accepted:
-        return found
+        candidate, text = dtype, dtype
+    if candidate in accepted:
+        return candidate
     expected = "numbers" if text == "booleans" else " or ".join(accepted)
     raise InvalidContent(
         f"{name} has the wrong dtype: got {text}, expected {expected}", pointer=pointer

@@ -84,8 +84,8 @@ def decode(body: bytes | memoryview, group: str) -> Message:
     if encoding is None:
         first = next(iter(tensors.values()), None)
         encoding = "base64" if isinstance(first, _Base64) else "lists"
-    found = (*tensors.values(), *layer.values(), *check.values())
-    has_visited_all = any(isinstance(t, NestedLists) for t in found) and document.has_visited_all
+    unread = (*tensors.values(), *layer.values(), *check.values())
+    has_visited_all = any(isinstance(t, NestedLists) for t in unread) and document.has_visited_all
     return Message(
         fields,
         {name: tensor.read(has_visited_all) for name, tensor in tensors.items()},

@@ -130,16 +130,16 @@ def decode(body: bytes | memoryview, group: str, length: int | None = None) -> M
     document = _document(bytes(body if length is None else view[:length]))
     data = view[len(view) if length is None else length :]
     fields: dict[str, Any] = {}
-    found: Sequence[_Tensor] = ()
+    unread: Sequence[_Tensor] = ()
     for name, node in items(document.root, ""):
         if name == group:
-            found = _tensors(document, node, group)
+            unread = _tensors(document, node, group)
         else:
             fields[name] = document.to_python(node, f"/{name}")
-    has_visited_all = any(t.nested_lists for t in found) and document.has_visited_all
+    has_visited_all = any(t.nested_lists for t in unread) and document.has_visited_all
     tensors: dict[str, RawTensor] = {}
     end = 0
-    for tensor in found:
+    for tensor in unread:
         if tensor.name in tensors:
             raise InvalidContent(f"{tensor.name!r:.60} is repeated", pointer=tensor.pointer)
         if tensor.nested_lists is None:
@@ -254,10 +254,10 @@ class _Tensor:
                 f"{_SIZE} {self.size}",
                 pointer=self.pointer,
             )
-        own = data[: self.size]
-        if self.dtype == "bool" and self.size and np.frombuffer(own, np.uint8).max() > 1:
+        part = data[: self.size]
+        if self.dtype == "bool" and self.size and np.frombuffer(part, np.uint8).max() > 1:
             raise self._wrong("is BOOL and has bytes other than 0 and 1")
-        return RawTensor(self.dtype, self.shape, own)
+        return RawTensor(self.dtype, self.shape, part)
 
     def read(self, numbers: NestedLists, has_visited_all: bool) -> RawTensor:
         """Returns the tensor of these numbers, which are nested as in its shape, or flat."""
