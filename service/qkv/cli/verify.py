@@ -145,7 +145,7 @@ def _verify_file(variant: str, case: Path, results: Path) -> Report:
     """Judges the results in a file."""
     with one_line_errors():
         check_case_suffix(case)
-        message, found = tensor_files.read(case, "inputs"), tensor_files.read(results, "outputs")
+        message, outputs = tensor_files.read(case, "inputs"), tensor_files.read(results, "outputs")
         from qkv.testing.case_file import CaseFile, read_results
         from qkv.testing.judgement import judge
 
@@ -157,8 +157,8 @@ def _verify_file(variant: str, case: Path, results: Path) -> Report:
             )
         with _errors_name(results):
             if results.suffix == ".npz" and spec.dtype == "bfloat16":
-                found = _to_bfloat16(found)
-            tensors = read_results(found, call)
+                outputs = _to_bfloat16(outputs)
+            tensors = read_results(outputs, call)
             return judge(call, tensors, family=spec.family, seed=spec.seed, function=str(results))
 
 
