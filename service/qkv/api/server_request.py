@@ -114,10 +114,10 @@ class ServerRequest:
 
 def server_request(scope: Scope) -> ServerRequest:
     """Returns the request of a scope, as its server sees it."""
-    found: ServerRequest | None = scope.get(SERVER_REQUEST)
-    if found is None:
-        found = scope[SERVER_REQUEST] = ServerRequest(scope["headers"])
-    return found
+    request: ServerRequest | None = scope.get(SERVER_REQUEST)
+    if request is None:
+        request = scope[SERVER_REQUEST] = ServerRequest(scope["headers"])
+    return request
 
 
 def headers_of(scope: Scope) -> Mapping[bytes, bytes]:

@@ -93,8 +93,8 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
             device=device,
             total_ms=times.total_s * 1e3,
         )
-        found = CompareResponse(*report, timing)
-        content = await in_thread_if_large(comparison.head_bytes, partial(json.dump, found))
+        response = CompareResponse(*report, timing)
+        content = await in_thread_if_large(comparison.head_bytes, partial(json.dump, response))
         return TensorResponse([content], json.MEDIA_TYPE, [server_timing(times)])
 
     return routes

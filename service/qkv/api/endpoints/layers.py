@@ -90,7 +90,7 @@ def _describe() -> dict[str, Any]:
         ),
     )
     fitting = "The layouts that names and shapes fit; several if they are ambiguous."
-    found = closed(
+    layer = closed(
         {
             "prefix": TEXT | {"description": "Of the names of the layer's tensors, for `prefix`."},
             "layouts": list_of(layout, minItems=1, description=fitting),
@@ -102,7 +102,7 @@ def _describe() -> dict[str, Any]:
         }
     )
     limit = COUNT | {"description": "The largest body of a run that this service accepts."}
-    response = closed({"layers": list_of(named("FoundLayer", found)), "max_body_bytes": limit})
+    response = closed({"layers": list_of(named("FoundLayer", layer)), "max_body_bytes": limit})
     body = in_json(
         "The names and shapes of a model's tensors.",
         named("LayersRequest", closed(model_fields(LayersFields), ["shapes"])),
