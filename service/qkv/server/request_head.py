@@ -21,7 +21,7 @@ def check_head(
     url: bytes,
     headers: Sequence[Header],
     by_name: Mapping[bytes, bytes],
-    most_bytes: int,
+    size_bound: int,
     version: str,
 ) -> None:
     """Checks a complete head.
@@ -30,7 +30,7 @@ def check_head(
         url: the target of the request.
         headers: all headers, their names in lower case.
         by_name: the same, with the values of a name joined.
-        most_bytes: an upper bound of the size of the head.
+        size_bound: an upper bound of the size of the head.
         version: of HTTP.
 
     Raises:
@@ -41,7 +41,7 @@ def check_head(
         raise HeadersTooLarge(
             f"the request has too many headers: got {count}, expected at most {_MAX_HEADERS}"
         )
-    if most_bytes > _MAX_HEAD_BYTES:
+    if size_bound > _MAX_HEAD_BYTES:
         size = len(url) + sum(len(name) + len(value) for name, value in headers)
         if size > _MAX_HEAD_BYTES:
             raise HeadersTooLarge(

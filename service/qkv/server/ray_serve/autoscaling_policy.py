@@ -51,9 +51,9 @@ class QueuedWorkPolicy:
         """Returns the number of replicas, which Ray rounds up, and the state of Ray's policy."""
         by_requests, state = replica_queue_length_autoscaling_policy(context)
         # the count is an average, so one client alone may be 0.98 or 1.02 requests
-        most = max(1, round(context.total_num_requests))
+        limit = max(1, round(context.total_num_requests))
         by_work = work_seconds(context) / self.target_seconds
-        return max(by_requests, min(by_work, most)), state
+        return max(by_requests, min(by_work, limit)), state
 
 
 def work_seconds(context: AutoscalingContext) -> float:
