@@ -230,17 +230,17 @@ def pointer_to(*parts: object) -> str:
     return joined
 
 
-def format_value(value: object, most: int = 60) -> str:
+def format_value(value: object, limit: int = 60) -> str:
     """Returns a value from a request as JSON, shortened for an error message."""
     try:
-        return _cut(json.dumps(value), most)
+        return _cut(json.dumps(value), limit)
     except (TypeError, ValueError):
-        return _cut(repr(value), most)
+        return _cut(repr(value), limit)
 
 
-def _cut(text: str, most: int = 600) -> str:
+def _cut(text: str, limit: int = 600) -> str:
     """Shortens text that may hold what a client sent."""
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def from_problem(status: int, document: Mapping[str, Any], retry_after: int = 1) -> QkvError:
