@@ -70,7 +70,9 @@ class Pod:
         (self._container,) = spec["containers"]
         variables = {v["name"]: v["value"] for v in self._container["env"] if "value" in v}
         self.port = free_port()
-        self.process = Process(("serve", "--port", str(self.port)), variables | environment)
+        # each pod has an address of its own; here they share one
+        variables |= {"QKV_METRICS_PORT": str(free_port()), **environment}
+        self.process = Process(("serve", "--port", str(self.port)), variables)
         self.is_ready = self.is_terminating = False
         self._stopping = threading.Event()
         self.faults: list[str] = []

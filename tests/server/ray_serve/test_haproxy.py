@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -14,8 +15,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from ray import serve
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from ruamel.yaml import YAML
 from tritonclient import http as triton
 
@@ -31,6 +33,8 @@ from support.ray_replicas import kill, replica_actors
 from support.triton_client import infer_inputs, raises_inference_error, random_inputs
 
 CONFIG = Path(__file__).parents[3] / "deploy" / "ray" / "config.yaml"
+RUNNING = ApplicationStatus.RUNNING
+START_S = 180.0  # Ray itself would wait 60 s: two replicas on a busy machine have taken longer
 RESPONSES = 30  # between changes; with 4 threads, some requests are in each replica then
 
 
@@ -41,7 +45,12 @@ def deploy(replicas: int) -> None:
     (deployment,) = application["deployments"]
     deployment["autoscaling_config"] |= {"min_replicas": replicas, "max_replicas": replicas}
     schema = ServeDeploySchema.model_validate({"applications": [application]})
-    _get_global_client().deploy_apps(schema, _blocking=True)
+    _get_global_client().deploy_apps(schema)
+    end = time.monotonic() + START_S
+    while (state := serve.status().applications[application["name"]]).status != RUNNING:
+        assert state.status != ApplicationStatus.DEPLOY_FAILED, state.message
+        assert time.monotonic() < end, state
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
