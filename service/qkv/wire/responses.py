@@ -270,7 +270,10 @@ class Crossover(Response, frozen=True):
             "axes logarithmic."
         ),
     ]
-    between: Annotated[tuple[PositiveCount, PositiveCount], doc("The two measured lengths.")]
+    between: Annotated[
+        tuple[PositiveCount, ...],
+        Meta(min_length=2, max_length=2, description="The two measured lengths."),
+    ]
 
 
 class Done(Response, frozen=True):
