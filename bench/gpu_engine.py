@@ -18,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qkv.engine.device.accelerator import Accelerator
 from qkv.engine.engine import GPU_MAX_BATCH, Engine
+from qkv.engine.load import Load
 from qkv.engine.result import Result
-from qkv.engine.work_queue import Load
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -27,6 +28,10 @@ from support.ray_replicas import cluster as cluster
 from support.ray_replicas import end_ray
 from support.ray_replicas import ray_url as ray_url
 from support.service import Server, running_server
+
+# pytest compiles it when a test first needs it. Python 3.11 counts the depth of a syntax tree for
+# all threads together, so that this fails if a thread of a test compiles too (gh-106905).
+importlib.import_module("anyio._backends._asyncio")
 
 register_profiles()
 

@@ -24,15 +24,14 @@ ALLOWED: dict[str, set[str]] = {
     "server": {"api", "engine", "settings", "telemetry", "wire"},
     "api": {
         "attention", "engine", "jobs", "settings", "telemetry", "tensors", "testing", "version",
-        "wire",
-    },
+        "wire", "api_keys"},
     "engine": {"attention", "jobs", "telemetry", "tensors", "wire"},
     "jobs": {"attention", "tensors", "wire"},
     "attention": {"tensors"},
     "client": {"tensors", "version", "wire"},
     "models": {"attention", "client", "engine", "jobs", "tensors", "wire"},
     "wire": {"tensors"},
-    "settings": {"tracing_variables"},
+    "settings": {"api_keys", "tracing_variables"},
     "telemetry": {"version"},
     "testing": {"attention", "client", "jobs", "tensors", "version", "wire"},
 }  # fmt: skip

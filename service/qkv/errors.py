@@ -23,6 +23,7 @@ __all__ = [
     "QkvError",
     "RequestTimeout",
     "ServiceUnavailable",
+    "TooManyRequests",
     "Unauthorized",
     "UnsupportedMediaType",
     "UnsupportedTransferCoding",
@@ -54,9 +55,12 @@ class QkvError(Exception):
     Args:
         detail: what was received and what was expected, in one or two sentences.
         pointer: JSON pointer (RFC 6901) to the part of the request that is wrong.
+        retry_after: seconds after which the client may retry, a whole number; None: that of the
+            class, which has none if a retry is of no use.
         **members: further members of the problem document, JSON values.
     """
 
+    retry_after: int | None = None
     status: ClassVar[int] = 500
     name: ClassVar[str] = "internal"
     title: ClassVar[str] = _reason_phrase(500)
@@ -67,8 +71,17 @@ class QkvError(Exception):
         if QkvError in cls.__bases__:  # a class below has the problem type of its parent
             cls.name = re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
 
-    def __init__(self, detail: str, *, pointer: str | None = None, **members: Any) -> None:
+    def __init__(
+        self,
+        detail: str,
+        *,
+        pointer: str | None = None,
+        retry_after: int | None = None,
+        **members: Any,
+    ) -> None:
         super().__init__(detail)
+        if retry_after is not None:
+            self.retry_after = retry_after
         self.detail = detail
         self.pointer = pointer
         self.members = members
@@ -86,8 +99,9 @@ class QkvError(Exception):
         return document | self.members
 
     def headers(self) -> dict[str, str]:
-        """Returns the response headers that the status requires, such as Retry-After."""
-        return {}
+        """Returns the response headers that the status requires, such as Retry-After (RFC 9110,
+        section 10.2.3)."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 
 class MalformedRequest(QkvError):
@@ -187,21 +201,17 @@ class UnsupportedTransferCoding(QkvError):
 
 
 class ServiceUnavailable(QkvError):
-    """The service cannot run the request now: it is at a limit, or it is stopping.
-
-    Args:
-        retry_after: seconds after which the client may retry, a whole number.
-    """
+    """The service cannot run the request now: it is at a limit, or it is stopping."""
 
     status = 503
+    retry_after = 1
 
-    def __init__(self, detail: str, *, retry_after: int = 1) -> None:
-        super().__init__(detail)
-        self.retry_after = retry_after
 
-    def headers(self) -> dict[str, str]:
-        """Returns Retry-After (RFC 9110, section 10.2.3)."""
-        return {"Retry-After": str(self.retry_after)}
+class TooManyRequests(QkvError):
+    """The API key has its share of the queue already, and others use the service too."""
+
+    status = 429
+    retry_after = 1
 
 
 def stopping() -> ServiceUnavailable:
@@ -248,13 +258,13 @@ def from_problem(status: int, document: Mapping[str, Any], retry_after: int = 1)
     detail, pointer = str(document.get("detail", f"HTTP status {status}")), document.get("pointer")
     name = str(document.get("type", "")).rpartition(":")[2]
     error: QkvError
-    if name == ServiceUnavailable.name:
-        error = ServiceUnavailable(detail, retry_after=retry_after)
-    elif name == MethodNotAllowed.name:
+    if name == MethodNotAllowed.name:
         error = MethodNotAllowed(detail, allow="")
     else:
         kinds = {kind.name: kind for kind in QkvError.__subclasses__()}
         error = kinds.get(name, Internal)(detail, pointer=pointer)
+    if error.retry_after is not None:
+        error.retry_after = retry_after
     known = {"type", "title", "status", "detail", "pointer"}
     error.members = {k: v for k, v in document.items() if k not in known}
     return error

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
@@ -19,6 +20,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from qkv.api_keys import ApiKey, parse_api_keys, read_api_keys
 from qkv.tracing_variables import is_tracing_enabled
 
 __all__ = ["Settings", "find_unknown_variables"]
@@ -33,7 +35,6 @@ _SERVICE_LINK: Final = re.compile(
 )
 _SERVICE_URL: Final = re.compile(r"(tcp|udp|sctp)://")
 
-_KEY: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # token68 of RFC 9110, section 11.2
 _DEVICE: Final = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 _ORIGIN: Final = re.compile(r"https?://[a-z0-9.:\[\]-]+|\*")
 
@@ -55,9 +56,17 @@ class Settings(BaseSettings):
     api_keys: Annotated[
         SecretStr | None,
         Field(
-            description="Comma-separated API keys. Requests without one (`Authorization: Bearer "
-            "<key>`) get 401, except on /livez, /readyz, /v2/health/* and the playground's own "
-            "files. By default there is no authentication."
+            description="Comma-separated API keys: `KEY`, `NAME:KEY` or `NAME:KEY:WEIGHT`. "
+            "Requests without one (`Authorization: Bearer <key>`) get 401, except on /livez, "
+            "/readyz, /v2/health/* and the playground's own files. By default there is no "
+            "authentication."
+        ),
+    ] = None
+    api_keys_file: Annotated[
+        Path | None,
+        Field(
+            description="File with such a key on each line, in place of `QKV_API_KEYS`. SIGHUP "
+            "makes the service read it again."
         ),
     ] = None
     metrics_port: Annotated[
@@ -251,8 +260,17 @@ class Settings(BaseSettings):
     @field_validator("api_keys")
     @classmethod
     def _are_keys(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not all(map(_KEY.fullmatch, _split(value.get_secret_value()))):
-            raise ValueError("a key has letters, digits and ._~+/-, may end in =, and is not empty")
+        if value is not None:
+            parse_api_keys(value.get_secret_value())
+        return value
+
+    @field_validator("api_keys_file")
+    @classmethod
+    def _is_file_of_keys(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None:
+            read_api_keys(value)
+            if info.data.get("api_keys") is not None:
+                raise ValueError("QKV_API_KEYS is set: leave one of both out")
         return value
 
     @field_validator("devices")
@@ -288,9 +306,19 @@ class Settings(BaseSettings):
         return value
 
     @property
-    def keys(self) -> list[str]:
-        """The API keys; empty: no authentication."""
-        return [] if self.api_keys is None else _split(self.api_keys.get_secret_value())
+    def has_keys(self) -> bool:
+        """True if requests need a key."""
+        return self.api_keys is not None or self.api_keys_file is not None
+
+    def read_keys(self) -> list[ApiKey]:
+        """Returns the API keys, those of a file as it is now; empty: no authentication.
+
+        Raises:
+            ValueError: the file is invalid.
+        """
+        if self.api_keys_file is not None:
+            return read_api_keys(self.api_keys_file)
+        return [] if self.api_keys is None else parse_api_keys(self.api_keys.get_secret_value())
 
     @property
     def device_names(self) -> list[str]:

@@ -155,7 +155,7 @@ def test_other_requests_run_before_the_sweep(
             for thread in threads:
                 thread.start()
             wait_until(lambda: server.queued_count == 5)
-            first = WorkQueue.find_oldest(server.engine._queue)  # which `hold` replaces
+            first = WorkQueue.find_next(server.engine._queue)  # which `hold` replaces
             assert first is not None
             assert first.job is not sweeping
         for thread in threads:

@@ -31,6 +31,9 @@ def problem(status: int, name: str, **headers: str) -> Reply:
     return status, {"content-type": "application/problem+json"} | named, text.encode()
 
 
+SHARE: Reply = problem(429, "too-many-requests", retry_after="0")
+
+
 def busy(retry_after: str = "0") -> Reply:
     return problem(503, "service-unavailable", retry_after=retry_after)
 
@@ -105,8 +108,8 @@ def catalogue(client: Any) -> Any:
 @pytest.mark.usefixtures("delays")
 @pytest.mark.parametrize(
     "before",
-    [[], [busy()], [busy(), busy()], [None], [None, busy()], [busy(), None]],
-    ids=["at once", "busy", "busy twice", "closed", "closed, busy", "busy, closed"],
+    [[], [busy()], [busy(), busy()], [SHARE], [None], [None, busy()], [busy(), None]],
+    ids=["at once", "busy", "busy twice", "share", "closed", "closed, busy", "busy, closed"],
 )
 def test_temporary_failure_is_retried(send: Any, before: list[Reply]) -> None:
     with scripted(*before, GOOD) as script:
@@ -133,6 +136,12 @@ def test_retried_run_has_the_same_body(url: str, send: Any) -> None:
         again = send(script.url, lambda c: c.attend("softmax", **numbers()))
         assert same_run(first, again)
         assert script.bodies == sent * 3
+
+
+@KINDS
+def test_key_at_its_share_is_an_error_of_its_own(send: Any) -> None:
+    with scripted(SHARE) as script, pytest.raises(errors.TooManyRequests, match="because"):
+        send(script.url, catalogue, retries=0)
 
 
 @KINDS

@@ -17,7 +17,8 @@ import pytest
 
 from qkv.engine.admission import Admission, AdmissionController
 from qkv.engine.executor import Launched, launch
-from qkv.engine.work_queue import Load
+from qkv.engine.load import Backlog, Load
+from qkv.engine.shared_limit import SharedLimit
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.convert import convert_message
 from qkv.wire.message import Message
@@ -273,7 +274,7 @@ def test_bodies_count_only_while_they_are_received(
 
 
 def test_request_counts_while_its_work_waits_and_a_slow_body_does_not() -> None:
-    controller = AdmissionController(Load(8, 1000, 1), Load, lambda _: 1)
+    controller = AdmissionController(SharedLimit(Load(8, 1000, 1), lambda _: 1), Backlog())
     controller.body_timeout_s = -1e-3
     slow = controller.admit(900)
     with controller.admit(900) as received:

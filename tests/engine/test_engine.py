@@ -16,8 +16,8 @@ import torch
 from qkv.attention.catalogue import variants
 from qkv.engine.engine import DEFAULT_LIMIT, Engine
 from qkv.engine.executor import Launched, launch
+from qkv.engine.load import Load
 from qkv.engine.result import Result
-from qkv.engine.work_queue import Load
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.telemetry.worker_state import SharedState

@@ -20,8 +20,8 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device.selection import find_device, new_device
 from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, execute, launch
+from qkv.engine.load import Load
 from qkv.engine.result import Result
-from qkv.engine.work_queue import Load
 from qkv.errors import PayloadTooLarge
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from qkv.engine.admission import AdmissionController
 from qkv.engine.device_errors import MemoryBudget
-from qkv.engine.work_queue import Load, QueuedJob, ThroughputEstimate, WorkQueue
+from qkv.engine.load import Backlog, Load
+from qkv.engine.shared_limit import SharedLimit
+from qkv.engine.tenant import ANYONE
+from qkv.engine.work_queue import QueuedJob, ThroughputEstimate, WorkQueue
 from qkv.errors import ServiceUnavailable
 from support.engines import plain
 
@@ -28,9 +31,11 @@ def test_minus_reverts_plus(one: Load, other: Load) -> None:
 def test_each_limit_holds_unless_the_queue_is_empty(field: str) -> None:
     limit = Load(10, 10, 10)
     current, added = Load(1, 5, 5), Load(1, 5, 5)._replace(**{field: 10})
-    assert "the limit is 10" in (limit.over_limit(current, added) or "")
-    assert limit.over_limit(Load(), added) is None
-    assert limit.over_limit(current, Load(1, 5, 5)) is None
+    shared_limit, backlog, tenant = SharedLimit(limit, lambda _: 1), Backlog(), ANYONE
+    assert shared_limit.refusal(tenant, added, backlog) is None
+    backlog.add(tenant, current)
+    assert "the limit is 10" in str(shared_limit.refusal(tenant, added, backlog))
+    assert shared_limit.refusal(tenant, Load(1, 5, 5), backlog) is None
 
 
 def test_every_change_of_the_queue_is_reported() -> None:
@@ -81,15 +86,14 @@ def test_rate_is_that_of_long_batches() -> None:
 
 
 def test_admission_counts_queued_and_incoming_load() -> None:
-    waits = [Load()]
-    admission = AdmissionController(
-        Load(3, 100, 1), lambda: waits[0], lambda current: current.requests + 6
-    )
+    queued = Backlog()
+    limit = SharedLimit(Load(3, 100, 1), lambda current: current.requests + 6)
+    admission = AdmissionController(limit, queued)
     with admission.admit(1000):  # nothing else is queued
         with pytest.raises(ServiceUnavailable, match="1000 bytes") as caught:
             admission.admit(1)
         assert caught.value.retry_after == 7
-    waits[0] = Load(1, 50, 0)
+    queued.add(ANYONE, Load(1, 50, 0))
     with pytest.raises(ServiceUnavailable, match="50 bytes"):
         admission.admit(51)
     with admission.admit(20) as admitted:
@@ -102,11 +106,11 @@ def test_admission_counts_queued_and_incoming_load() -> None:
 
 
 def test_body_that_grows_is_admitted_anew() -> None:
-    waits = [Load()]
-    admission = AdmissionController(Load(3, 100, 1), lambda: waits[0], lambda _: 1)
+    queued = Backlog()
+    admission = AdmissionController(SharedLimit(Load(3, 100, 1), lambda _: 1), queued)
     with admission.admit(0) as growing:
         growing.grow(1000)  # there is no other
-        waits[0] = Load(1, 50, 0)
+        queued.add(ANYONE, Load(1, 50, 0))
         with pytest.raises(ServiceUnavailable, match="50 bytes"):
             growing.grow(1)
         assert admission.incoming == Load()
@@ -119,7 +123,7 @@ def test_body_that_grows_is_admitted_anew() -> None:
 
 
 def test_slow_body_stops_counting() -> None:
-    admission = AdmissionController(Load(2, 100, 1), Load, lambda _: 1)
+    admission = AdmissionController(SharedLimit(Load(2, 100, 1), lambda _: 1), Backlog())
     with admission.admit(100) as slow:
         with pytest.raises(ServiceUnavailable):
             admission.admit(1)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, TypeVar
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import torch
 
@@ -86,7 +86,7 @@ def hold_device_thread(engine: Engine) -> Iterator[None]:
     """
     with ExitStack() as patches:
         with engine._changed:
-            patches.enter_context(patch.object(engine._queue, "find_oldest", lambda: None))
+            patches.enter_context(patch.object(engine._queue, "find_next", lambda: None))
         try:
             yield
         finally:
@@ -101,7 +101,12 @@ def hold(engine: Engine) -> Iterator[None]:
 
     Small jobs are queued too, as if they were large.
     """
-    with hold_device_thread(engine), patch.object(engine, "run_inline", lambda _: None):
+    queues = AsyncMock(return_value=None)
+    with (
+        hold_device_thread(engine),
+        patch.object(engine, "run_inline", lambda _: None),
+        patch.object(engine, "run_with_others", queues),
+    ):
         yield
 
 

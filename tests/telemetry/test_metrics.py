@@ -77,7 +77,9 @@ def test_format_and_names_follow_prometheus(url: str) -> None:
         assert re.fullmatch(r"qkv_[a-z_]+", family.name)
         assert family.documentation.endswith(".")
         assert (f"{family.name}_total " in text) == (family.type == "counter")
-        assert family.samples or family.name.startswith(("qkv_device_memory", "qkv_device_process"))
+        assert family.samples or family.name.startswith(
+            ("qkv_device_memory", "qkv_device_process", "qkv_key_")
+        )
         assert all(sample.value >= 0 for sample in family.samples)
 
 
@@ -441,7 +443,9 @@ def queries() -> list[str]:
 
 def text_with_device_processes() -> str:
     """Returns the page of a service with every metric that there can be on a CPU."""
-    return exposition(SharedState(1, models=tuple(variants()), devices=["cpu"]), "cpu")
+    state = SharedState(1, models=tuple(variants()), devices=["cpu"])
+    state.metrics.recorder(0).key_usage.add("alice")
+    return exposition(state, "cpu")
 
 
 @pytest.mark.parametrize("query", queries())

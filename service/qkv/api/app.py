@@ -44,9 +44,9 @@ from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.selection import find_device, new_device
 from qkv.engine.engine import GPU_MAX_BATCH, Engine
 from qkv.engine.job_executor import JobExecutor
+from qkv.engine.load import Load
 from qkv.engine.remote.device_process import DeviceProcess
 from qkv.engine.remote.shared_memory import SharedMemory
-from qkv.engine.work_queue import Load
 from qkv.settings import Settings
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.worker_state import SharedState, WorkerState
@@ -148,7 +148,7 @@ def _build_runtime(
         worker=worker,
         engine=engine,
         job_runner=JobRunner(engine, settings),
-        api_keys=ApiKeys(settings.keys) if settings.keys else None,
+        api_keys=ApiKeys(settings.read_keys, recorder.key_usage.add) if settings.has_keys else None,
         observer=RequestObserver(recorder, request_log, traces),
         request_log=request_log,
         traces=traces,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
-from hmac import compare_digest
+from hashlib import sha256
 from typing import Final
 
 from starlette.responses import Response
@@ -11,9 +12,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qkv.api.endpoints.open_inference_models import HEALTH_PATHS
 from qkv.api.endpoints.playground import PATHS
+from qkv.api.server_request import server_request
+from qkv.api_keys import ApiKey
+from qkv.engine.tenant import Tenant
 from qkv.errors import QkvError, Unauthorized
 
 __all__ = ["PUBLIC_PATHS", "ApiKeyMiddleware", "ApiKeys"]
+
+_log = logging.getLogger(__name__)
 
 PUBLIC_PATHS: Final = frozenset(("/livez", "/readyz", *HEALTH_PATHS)) | PATHS
 """Paths that need no key: health probes, and the files of the playground, which asks the user for a
@@ -21,28 +27,51 @@ key."""
 
 
 class ApiKeys:
-    """The API keys of a service."""
+    """The API keys of a service.
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._keys = [key.encode() for key in keys]
+    Args:
+        read: reads them.
+        on_name: called with the name of each key that was read.
 
-    def match(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Returns True if the headers have one of the keys (RFC 6750, section 2.1).
+    Raises:
+        ValueError: from `read`.
+    """
 
-        Takes the same time for any key, valid or not.
+    def __init__(
+        self, read: Callable[[], list[ApiKey]], on_name: Callable[[str], object] = lambda _: None
+    ) -> None:
+        self._read, self._on_name = read, on_name
+        self._tenants = self._read_tenants()
+
+    def reload(self) -> None:
+        """Reads the keys again; keeps those that it has, and logs the error, if that fails."""
+        try:
+            self._tenants = self._read_tenants()
+        except ValueError as error:
+            _log.error("the API keys stay as they were: %s", error)
+
+    def _read_tenants(self) -> dict[bytes, Tenant]:
+        tenants = {}
+        for name, key, weight in self._read():
+            self._on_name(name)
+            tenants[sha256(key.encode()).digest()] = Tenant(name, weight)
+        return tenants
+
+    def find(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant | None:
+        """Returns the tenant of the key in the headers (RFC 6750, section 2.1); None: it has none.
+
+        The time it takes tells nothing of a key: it depends on the digest of the one sent.
 
         Args:
             headers: names in lower case.
         """
         authorizations = [value for name, value in headers if name == b"authorization"]
         if len(authorizations) != 1:
-            return False
-        scheme, _, key = authorizations[0].partition(b" ")
-        key = key.strip(b" ")
-        matches = [
-            compare_digest(key, known) for known in self._keys
-        ]  # no early exit: constant time
-        return scheme.lower() == b"bearer" and True in matches
+            return None
+        scheme, _, sent = authorizations[0].partition(b" ")
+        if scheme.lower() != b"bearer":
+            return None
+        return self._tenants.get(sha256(sent.strip(b" ")).digest())
 
 
 class ApiKeyMiddleware:
@@ -64,7 +93,10 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        is_public = scope["type"] != "http" or scope["path"] in PUBLIC_PATHS
-        if not is_public and not self._api_keys.match(scope["headers"]):
-            app = self._error_response(Unauthorized(), scope["path"])
+        if scope["type"] == "http":
+            tenant = self._api_keys.find(scope["headers"])
+            if tenant is not None:
+                server_request(scope).tenant = tenant
+            elif scope["path"] not in PUBLIC_PATHS:
+                app = self._error_response(Unauthorized(), scope["path"])
         return await app(scope, receive, send)

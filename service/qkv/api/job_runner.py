@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from fastapi import Request
 
-from qkv.api.observability import record_times
+from qkv.api.observability import current_tenant, record_times
 from qkv.api.request_body import in_thread_if_large
 from qkv.api.server_request import headers_of, server_request
 from qkv.engine.admission import Admission
@@ -65,10 +65,13 @@ class JobRunner:
 
         Raises:
             ServiceUnavailable: the limits are reached.
+            TooManyRequests: the share of the request's key is.
         """
-        declared = int(headers_of(request.scope).get(b"content-length", 0))
+        server = server_request(request.scope)
+        declared = int(server.headers.get(b"content-length", 0))
         # a body that is too large gets 413 later, even if the queue is full
-        return self._engine.admission.admit(declared if declared <= self._max_body_bytes else 0)
+        size = declared if declared <= self._max_body_bytes else 0
+        return self._engine.admission.admit(size, server.tenant)
 
     async def new_job(self, variant: str, message: Message, kind: type[Plan] = Plan) -> Job:
         """Validates a request.
@@ -117,7 +120,7 @@ class JobRunner:
             if server_request(request.scope).is_alone:
                 result = self._engine.run_inline(job)
             else:
-                result = await self._engine.run_with_others(job)
+                result = await self._engine.run_with_others(job, current_tenant())
         if result is None:
             result = await self._run_queued(request, received_at, job, priority, wait_s)
         result.times.total_s = time.perf_counter() - received_at
@@ -132,7 +135,9 @@ class JobRunner:
         if wait_s is not None:
             remaining_s = max(0.0, wait_s - (time.perf_counter() - received_at))
         try:
-            future = self._engine.submit(job, priority=priority, wait_s=remaining_s)
+            future = self._engine.submit(
+                job, tenant=current_tenant(), priority=priority, wait_s=remaining_s
+            )
             return await cancel_on_disconnect(request, future)
         except DeadlineExceeded:
             assert wait_s is not None
@@ -157,15 +162,17 @@ class JobRunner:
         Raises:
             QkvError: from the engine.
         """
-        return await self._engine.submit(job, priority=priority, wait_s=wait_s)
+        tenant = current_tenant()
+        return await self._engine.submit(job, tenant=tenant, priority=priority, wait_s=wait_s)
 
     def admit_bytes(self, size: int) -> Admission:
         """Admits inputs that this process generates, like a body of that size.
 
         Raises:
             ServiceUnavailable: the limits are reached.
+            TooManyRequests: the share of the request's key is.
         """
-        return self._engine.admission.admit(size)
+        return self._engine.admission.admit(size, current_tenant())
 
 
 def job_limits(settings: Settings) -> Limits:

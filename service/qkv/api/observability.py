@@ -20,7 +20,8 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.api.server_request import ProtocolError, ServerRequest, server_request
-from qkv.errors import QkvError
+from qkv.engine.tenant import ANYONE, Tenant
+from qkv.errors import QkvError, TooManyRequests
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.metrics import OTHER, UNKNOWN, MetricsRecorder
 from qkv.telemetry.times import Times
@@ -32,6 +33,7 @@ __all__ = [
     "REQUEST_ID_HEADER",
     "ObservabilityMiddleware",
     "RequestObserver",
+    "current_tenant",
     "has_responded",
     "record_error",
     "record_times",
@@ -72,6 +74,12 @@ def record_times(times: Times) -> None:
     """
     if (request := _current.get()) is not None:
         request.times = times
+
+
+def current_tenant() -> Tenant:
+    """Returns the sender of the current request."""
+    request = _current.get()
+    return ANYONE if request is None else request.tenant
 
 
 def request_id() -> str:
@@ -147,6 +155,11 @@ class RequestObserver:
         self._metrics_recorder.record_response(
             label, outcome, seconds, request.sent_bytes, request.times
         )
+        if key := request.tenant.name:
+            compute_s = 0.0 if request.times is None else request.times.own_compute_s
+            is_rejected = outcome == TooManyRequests.name
+            usage = self._metrics_recorder.key_usage
+            usage.record(key, is_rejected=is_rejected, compute_s=compute_s)
         if not self._is_silent:
             name = None if label == OTHER else label
             details = (name, request.status, outcome, seconds, request.sent_bytes)
@@ -157,7 +170,8 @@ class RequestObserver:
             route = (
                 _run_route(scope["path"]) if is_run else getattr(scope.get("route"), "path", None)
             )
-            self._log_and_trace(line | _stages(request.times), request, seconds, route)
+            line |= _key(request.tenant) | _stages(request.times)
+            self._log_and_trace(line, request, seconds, route)
 
     def _log_and_trace(
         self, line: dict[str, Any], request: ServerRequest, seconds: float, route: str | None
@@ -240,6 +254,11 @@ def _new_line(
 def _run_route(path: str) -> str:
     """Returns the route of a path that runs a variant."""
     return path if path.startswith("/v1/") else "/v2/models/{model}/infer"
+
+
+def _key(tenant: Tenant) -> dict[str, str]:
+    """Returns the name of the API key; nothing for a request without one."""
+    return {"key": tenant.name} if tenant.name else {}
 
 
 def _stages(times: Times | None) -> dict[str, float]:

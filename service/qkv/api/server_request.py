@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from starlette.types import Scope
 
+from qkv.engine.tenant import ANYONE
 from qkv.errors import QkvError
 from qkv.telemetry.times import Times
 
@@ -52,6 +53,7 @@ class ServerRequest:
         headers: the headers by their names. The values of a name that comes more than once are
             joined (RFC 9110, section 5.3). Starlette's headers search the list for each name, which
             takes as long as a small attention in all.
+        tenant: its sender, by the API key.
         id: the id of the request; None until it is chosen.
         disconnected: the client has disconnected, or its request failed.
         protocol_error: the error that the connection has sent as the response.
@@ -67,6 +69,7 @@ class ServerRequest:
         self.headers: Mapping[bytes, bytes] = dict(headers)
         if len(self.headers) < len(headers):
             self.headers = _join_values(headers)
+        self.tenant = ANYONE
         self.id: bytes | None = None
         self.disconnected = False
         self.protocol_error: ProtocolError | None = None

@@ -70,14 +70,15 @@ def raise_connection_error(error: Exception, url: str) -> NoReturn:
 def retry_delay_s(response: httpx.Response, attempt: int) -> float | None:
     """Returns the delay before a failed request is sent again; None: it must not be sent again.
 
-    A service at its limits responds with Retry-After. A server error without a problem document is
-    not of the service but of a proxy in front of it: for instance, the worker behind it died.
+    A service at its limits, or at the share of a key, responds with Retry-After. A server error
+    without a problem document is not of the service but of a proxy in front of it: for instance,
+    the worker behind it died.
 
     Args:
         response: to the request.
         attempt: how often the request was sent again already.
     """
-    if "retry-after" in response.headers and response.status_code == 503:
+    if "retry-after" in response.headers and response.status_code in (429, 503):
         return min(_retry_after_s(response), _MAX_DELAY_S)
     if response.is_server_error and not _is_problem(response):
         return backoff_s(attempt)

@@ -7,12 +7,13 @@ Counts what is queued and the bodies that are being received. HTTP handlers call
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
-from qkv.engine.work_queue import Load
-from qkv.errors import ServiceUnavailable
+from qkv.engine.load import Backlog, Load
+from qkv.engine.shared_limit import SharedLimit
+from qkv.engine.tenant import ANYONE, Tenant
+from qkv.errors import QkvError
 
 __all__ = ["Admission", "AdmissionController"]
 
@@ -23,56 +24,63 @@ class AdmissionController:
     """Admits or rejects requests, and counts the bodies being received; for one event loop.
 
     Args:
-        limit: the most load that may be queued and received at the same time.
-        queued: returns the load that is queued now.
-        retry_after: estimates the whole seconds until a load is done.
+        limit: of the load that is queued and received at the same time.
+        queued: the load that is queued.
 
     Attributes:
-        incoming: the load of the bodies being received.
-        admissions: the requests of these bodies.
+        admissions: the requests whose bodies are being received.
         body_timeout_s: seconds that a body may take in addition to those for its size. A slower
             body no longer counts against other requests. The server sets its own read timeout.
     """
 
-    def __init__(
-        self, limit: Load, queued: Callable[[], Load], retry_after: Callable[[Load], int]
-    ) -> None:
-        self._limit, self._queued, self._retry_after = limit, queued, retry_after
-        self.incoming = Load()
+    def __init__(self, limit: SharedLimit, queued: Backlog) -> None:
+        self._limit, self._queued = limit, queued
+        self._incoming = Backlog()
         self.admissions: set[Admission] = set()
         self.body_timeout_s = 30.0
 
-    def admit(self, size_bytes: int) -> Admission:
+    @property
+    def incoming(self) -> Load:
+        """The load of the bodies being received."""
+        return self._incoming.total
+
+    def admit(self, size_bytes: int, tenant: Tenant = ANYONE) -> Admission:
         """Admits a request whose body has this size; release it once the body is read.
+
+        Args:
+            size_bytes: of the body, as far as it is known.
+            tenant: the sender.
 
         Raises:
             ServiceUnavailable: too much is queued or being received.
+            TooManyRequests: too much of its tenant is, and others send requests too.
         """
-        admission = Admission(self, Load(1, size_bytes))
+        admission = Admission(self, tenant, Load(1, size_bytes))
         self.count(admission)
         return admission
 
     def count(self, admission: Admission) -> None:
-        """Counts an admission that is not counted.
-
-        Raises:
-            ServiceUnavailable: its load does not fit; any load fits while there is no other.
-        """
-        if self.incoming.requests or self._queued().requests:
-            self._require_room(admission.load)
+        """Counts an admission that is not counted; errors as for `admit`."""
+        if self._incoming or self._queued:
+            self._require_room(admission)
         self.admissions.add(admission)
-        self.incoming = self.incoming.plus(admission.load)
+        self._incoming.add(admission.tenant, admission.load)
 
-    def _require_room(self, added: Load) -> None:
-        if self._limit.over_limit(self._total, added) is None:
-            return
-        self._release_slow_bodies()
-        if (why := self._limit.over_limit(self._total, added)) is not None:
-            raise ServiceUnavailable(why, retry_after=self._retry_after(self._total))
+    def discount(self, admission: Admission) -> None:
+        """Stops counting an admission; does nothing if it is not counted."""
+        if admission in self.admissions:
+            self.admissions.remove(admission)
+            self._incoming.remove(admission.tenant, admission.load)
 
-    @property
-    def _total(self) -> Load:
-        return self._queued().plus(self.incoming)
+    def _require_room(self, admission: Admission) -> None:
+        if self._refusal(admission) is not None:
+            self._release_slow_bodies()
+            if (error := self._refusal(admission)) is not None:
+                raise error
+
+    def _refusal(self, admission: Admission) -> QkvError | None:
+        tenant, load = admission.tenant, admission.load
+        return self._limit.refusal(tenant, load, self._queued, self._incoming)
 
     def _release_slow_bodies(self) -> None:
         """Stops counting bodies that arrive too slowly, so that they block other requests only
@@ -89,16 +97,19 @@ class Admission:
 
     Args:
         controller: counts it.
+        tenant: its sender.
         load: the load that it counts as at first.
 
     Attributes:
+        tenant: as the argument.
         load: the load that it counts as.
         admitted_at: time of admission, by `time.perf_counter`.
         is_received: its body is here, and its work is not done; it counts until then.
     """
 
-    def __init__(self, controller: AdmissionController, load: Load) -> None:
-        self._controller, self.load, self.admitted_at = controller, load, time.perf_counter()
+    def __init__(self, controller: AdmissionController, tenant: Tenant, load: Load) -> None:
+        self._controller, self.tenant, self.load = controller, tenant, load
+        self.admitted_at = time.perf_counter()
         self.is_received = False
 
     def __enter__(self) -> Self:
@@ -114,9 +125,7 @@ class Admission:
 
     def release(self) -> None:
         """Stops counting the request; does nothing if it is released already."""
-        if self in self._controller.admissions:
-            self._controller.admissions.remove(self)
-            self._controller.incoming = self._controller.incoming.minus(self.load)
+        self._controller.discount(self)
 
     def grow(self, size_bytes: int) -> None:
         """Adds bytes that `Content-Length` did not declare; the request is admitted anew with them.
@@ -124,7 +133,7 @@ class Admission:
         A body that stopped counting because it was slow counts again.
 
         Raises:
-            ServiceUnavailable: too much is queued or being received.
+            ServiceUnavailable, TooManyRequests: as for `AdmissionController.admit`.
         """
         self.release()
         self.load = self.load.plus(Load(0, size_bytes))

@@ -24,14 +24,23 @@ from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.device import Device, MemoryUsage
 from qkv.engine.device_errors import EngineStopped, MemoryBudget
 from qkv.engine.executor import Launched, launch
+from qkv.engine.load import Load
 from qkv.engine.result import Result
+from qkv.engine.small_jobs import SmallJobs
+from qkv.engine.tenant import ANYONE, Tenant
 from qkv.engine.warmup import warm_up
 from qkv.engine.work_queue import (
-    Load,
     QueuedJob,
     WorkQueue,
 )
-from qkv.errors import DeadlineExceeded, Internal, QkvError, ServiceUnavailable, stopping
+from qkv.errors import (
+    DeadlineExceeded,
+    Internal,
+    QkvError,
+    ServiceUnavailable,
+    TooManyRequests,
+    stopping,
+)
 from qkv.jobs.job import Job
 from qkv.telemetry.worker_state import WorkerState
 
@@ -106,11 +115,9 @@ class Engine:
         self._idle_threads = idle_threads
         self._on_busy = on_busy
         self._queue = WorkQueue(limit)
-        self.admission = AdmissionController(
-            limit, lambda: self.queued, self._queue.throughput.retry_after
-        )
+        self.admission = AdmissionController(self._queue.shared_limit, self._queue.queued)
         self.failed = asyncio.Event()
-        self._small_jobs: list[tuple[Job, asyncio.Future[Result | None]]] = []
+        self._small_jobs = SmallJobs(self.run_inline)
         self._budget = MemoryBudget(batch_bytes)
         self.batch_runner = BatchRunner(
             device,
@@ -139,7 +146,7 @@ class Engine:
         """Warms up. Then statistics count the jobs, which are clients' only."""
         # an accelerator begins the first request at once; the others are a batch
         count = 1 + _WARM_UP_BATCH if self.device.is_accelerator else 1
-        await warm_up(self, min(count, self._queue.limit.requests))
+        await warm_up(self, min(count, self._queue.shared_limit.limit.requests))
         self._queue.throughput.reset()  # a first call takes tens of milliseconds more
         self.accounting.stats_recorder = worker.stats_recorder
         self._queue.on_change = worker.set_queue
@@ -166,7 +173,7 @@ class Engine:
     @property
     def queued(self) -> Load:
         """The load of all queued jobs."""
-        return self._queue.queued
+        return self._queue.queued.total
 
     def memory_usage(self) -> MemoryUsage:
         """Returns this process's use of the device's memory."""
@@ -175,7 +182,7 @@ class Engine:
     @property
     def unfinished_flops(self) -> int:
         """Floating-point operations of the jobs that are queued or run, without small ones."""
-        return self._queue.queued.flops + self._running_flops
+        return self.queued.flops + self._running_flops
 
     @property
     def flops_per_s(self) -> float | None:
@@ -186,6 +193,7 @@ class Engine:
         self,
         job: Job,
         *,
+        tenant: Tenant = ANYONE,
         priority: int = 0,
         wait_s: float | None = None,
         enqueued_at: float | None = None,
@@ -194,19 +202,21 @@ class Engine:
 
         Args:
             job: the job to run.
+            tenant: whose job it is; the jobs of several take turns.
             priority: 1 is high, 3 is low; any other value is the default, 2.
             wait_s: seconds that it may be queued; then the future fails with DeadlineExceeded.
             enqueued_at: start of its wait, by `time.perf_counter`; None: now.
 
         Raises:
             ServiceUnavailable: too much is queued already, or the engine is stopping.
+            TooManyRequests: too much of its tenant is, and others have jobs too.
             DeadlineExceeded: its deadline has passed already.
         """
         assert self._loop is not None
         future: asyncio.Future[Result] = self._loop.create_future()
         enqueued_at = time.perf_counter() if enqueued_at is None else enqueued_at
         deadline = None if wait_s is None else enqueued_at + wait_s
-        queued_job = QueuedJob(job, future, priority, enqueued_at, deadline)
+        queued_job = QueuedJob(job, future, priority, enqueued_at, deadline, tenant)
         (error,) = self.enqueue([queued_job])
         if error is not None:
             raise error
@@ -239,7 +249,7 @@ class Engine:
             return self._unavailable_error()
         try:
             self._queue.put(queued_job)
-        except ServiceUnavailable as error:
+        except (ServiceUnavailable, TooManyRequests) as error:
             return error
         return None
 
@@ -271,28 +281,9 @@ class Engine:
             raise result
         return result
 
-    async def run_with_others(self, job: Job) -> Result | None:
-        """Runs a small job like `run_inline`, right behind those of other requests.
-
-        Waits until the other requests of this turn of the event loop have submitted theirs. Jobs in
-        a row take less time: torch's code and tables stay in the CPU's caches.
-        """
-        assert self._loop is not None
-        future: asyncio.Future[Result | None] = self._loop.create_future()
-        self._small_jobs.append((job, future))
-        if len(self._small_jobs) == 1:
-            self._loop.call_soon(self._run_small_jobs)
-        return await future
-
-    def _run_small_jobs(self) -> None:
-        jobs, self._small_jobs = self._small_jobs, []
-        for job, future in jobs:
-            if future.cancelled():
-                continue
-            try:
-                future.set_result(self.run_inline(job))
-            except BaseException as error:
-                future.set_exception(error)
+    async def run_with_others(self, job: Job, tenant: Tenant = ANYONE) -> Result | None:
+        """Runs a small job like `run_inline`, right behind those of other requests."""
+        return await self._small_jobs.run(job, tenant)
 
     def _on_cancelled(self, queued_job: QueuedJob) -> None:
         """Removes a job from the queue if its future is cancelled."""
@@ -400,7 +391,9 @@ class Engine:
         now = time.perf_counter()
         started_at = max(started_at, self._finished_at)
         self._finished_at = now
-        self._queue.throughput.add(Load.of(batch), now - started_at)
+        self._queue.throughput.add(
+            Load.sum([queued_job.load for queued_job in batch]), now - started_at
+        )
         self._resolve(list(zip(batch, results, strict=True)))
 
     def _report_busy(self, is_busy: bool) -> None:
@@ -411,24 +404,24 @@ class Engine:
 
     def _threads_to_lend(self, job: Job) -> int:
         """Returns the number of CPU threads that a job may use: more than one if it is alone."""
-        is_alone = not job.plan.is_small and not self._queue.queued.bytes
+        is_alone = not job.plan.is_small and not self.queued.bytes
         return self._idle_threads() if is_alone else 1
 
     def _wait_for_job(self) -> bool:
         """Waits for a job; returns False if the engine is stopping and the queue is empty."""
         with self._changed:
-            while self._queue.find_oldest() is None:
+            while self._queue.find_next() is None:
                 if self._closing and not len(self._queue):
                     return False
                 self._changed.wait()
         return True
 
     def _take_batch(self) -> list[QueuedJob]:
-        """Takes the oldest group up to the budget, without cancelled jobs; may be empty."""
+        """Takes the next batch up to the budget, without cancelled jobs; may be empty."""
         with self._changed:
-            if (oldest := self._queue.find_oldest()) is None:
+            if (first := self._queue.find_next()) is None:
                 return []
-            return self._queue.take_batch(oldest, self._max_batch, self._budget.bytes)
+            return self._queue.take_batch(first, self._max_batch, self._budget.bytes)
 
     def _fail_permanently(self, error: QkvError) -> None:
         """Fails all queued jobs and sets `failed`; the supervisor then replaces the process."""

@@ -8,6 +8,7 @@ from typing import Protocol
 from qkv.engine.admission import AdmissionController
 from qkv.engine.device.device import MemoryUsage
 from qkv.engine.result import Result
+from qkv.engine.tenant import ANYONE, Tenant
 from qkv.jobs.job import Job
 from qkv.telemetry.worker_state import WorkerState
 
@@ -54,17 +55,24 @@ class JobExecutor(Protocol):
         """Returns this process's use of the device's memory."""
 
     def submit(
-        self, job: Job, *, priority: int = 0, wait_s: float | None = None
+        self,
+        job: Job,
+        *,
+        tenant: Tenant = ANYONE,
+        priority: int = 0,
+        wait_s: float | None = None,
     ) -> asyncio.Future[Result]:
         """Queues a job; the future is resolved with its result. Cancelling the future removes it.
 
         Args:
             job: the job to run.
+            tenant: whose job it is; the jobs of several take turns.
             priority: 1 is high, 3 is low; any other value is the default, 2.
             wait_s: seconds that it may be queued; then the future fails with DeadlineExceeded.
 
         Raises:
             ServiceUnavailable: too much is queued already, or no job can run now.
+            TooManyRequests: too much of its tenant is, and others have jobs too.
             DeadlineExceeded: its deadline has passed already.
         """
 
@@ -75,5 +83,6 @@ class JobExecutor(Protocol):
             QkvError: the job failed, or no job can run now.
         """
 
-    async def run_with_others(self, job: Job) -> Result | None:
-        """Runs a small job like `run_inline`, right behind those of other requests."""
+    async def run_with_others(self, job: Job, tenant: Tenant = ANYONE) -> Result | None:
+        """Runs a small job like `run_inline`, right behind those of other requests; the jobs of
+        several tenants take turns."""

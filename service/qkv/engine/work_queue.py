@@ -1,23 +1,29 @@
-"""Bounded work queue: jobs grouped by batch key, served oldest first within each priority."""
+"""Bounded work queue: jobs grouped by batch key, served in turn within each priority.
+
+The jobs of one tenant are served oldest first, those of several tenants in `FairOrder`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
+from qkv.engine.fair_order import FairOrder
+from qkv.engine.load import Backlog, Load
 from qkv.engine.result import Result
-from qkv.errors import QkvError, ServiceUnavailable
+from qkv.engine.shared_limit import SharedLimit
+from qkv.engine.tenant import ANYONE, Tenant
+from qkv.errors import QkvError
 from qkv.jobs.job import Job
 
 __all__ = [
     "DEFAULT_PRIORITY",
     "PRIORITIES",
-    "Load",
     "QueuedJob",
     "ResultReceiver",
     "ThroughputEstimate",
@@ -28,57 +34,9 @@ PRIORITIES: Final = (1, 2, 3)
 """High, default and low priority."""
 DEFAULT_PRIORITY: Final = 2
 
-_UNITS: Final = ("requests", "bytes of tensors", "floating-point operations")
 _DECAY: Final = 0.9  # of the weight of a batch in the estimate, with each later batch
 _MAX_RETRY_AFTER_S: Final = 60  # longer estimates are not reliable
 _LONG_BATCH_S: Final = 0.01  # the time of a shorter one is mostly independent of its operations
-
-
-class Load(NamedTuple):
-    """An amount of work: queued, being received, or done.
-
-    Attributes:
-        requests: number of requests.
-        bytes: bytes of their tensors, in and out.
-        flops: floating-point operations of their matrix products.
-    """
-
-    requests: int = 0
-    bytes: int = 0
-    flops: int = 0
-
-    @classmethod
-    def of(cls, queued_jobs: Iterable[QueuedJob]) -> Load:
-        """Returns the load of all these jobs."""
-        total = cls()
-        for queued_job in queued_jobs:
-            total = total.plus(queued_job.load)
-        return total
-
-    def plus(self, other: Load) -> Load:
-        """Returns the sum of both."""
-        return Load(self[0] + other[0], self[1] + other[1], self[2] + other[2])
-
-    def minus(self, other: Load) -> Load:
-        """Returns the difference."""
-        return Load(self[0] - other[0], self[1] - other[1], self[2] - other[2])
-
-    def over_limit(self, current: Load, added: Load) -> str | None:
-        """Returns which limit `added` on top of `current` exceeds; None if it exceeds none.
-
-        A job of any size is allowed while nothing is queued.
-        """
-        requests, size, flops = current
-        if requests and (
-            requests + added[0] > self[0] or size + added[1] > self[1] or flops + added[2] > self[2]
-        ):
-            for limit, has, adds, unit in zip(self, current, added, _UNITS, strict=True):
-                if has + adds > limit:
-                    return (
-                        f"the queue is full: {has} {unit} are queued or being received, "
-                        f"the limit is {limit}"
-                    )
-        return None
 
 
 class ThroughputEstimate:
@@ -140,6 +98,7 @@ class QueuedJob:
         priority: one of `PRIORITIES`; any other value becomes the default.
         enqueued_at: time of submission, by `time.perf_counter`.
         deadline: time at which it expires, by the same clock; None: never.
+        tenant: whose job it is.
         timer: the timer of its deadline, set once it is queued.
         batch_key: jobs with equal keys may run together.
         load: the work of the job.
@@ -150,6 +109,7 @@ class QueuedJob:
     priority: int = DEFAULT_PRIORITY
     enqueued_at: float = field(default_factory=time.perf_counter)
     deadline: float | None = None
+    tenant: Tenant = ANYONE
     timer: asyncio.TimerHandle | None = None
     batch_key: Hashable = field(init=False)
     load: Load = field(init=False)
@@ -171,6 +131,10 @@ class QueuedJob:
         return self.deadline is not None and self.deadline <= time.perf_counter()
 
 
+_Lines = dict[Tenant, OrderedDict[QueuedJob, None]]
+"""The jobs of each tenant that has some, oldest first."""
+
+
 class WorkQueue:
     """Bounded queue of jobs, by batch key; not safe across threads: the engine holds a lock.
 
@@ -178,94 +142,111 @@ class WorkQueue:
         limit: the most load that may be queued.
 
     Attributes:
-        limit: as the argument.
-        queued: the load of all queued jobs.
-        on_change: called with that load when it changes.
         throughput: estimate from the batches that ran; the engine adds them.
+        shared_limit: the argument, and the shares of tenants in it.
+        queued: the load of all queued jobs.
+        on_change: called with the sum of that load when it changes.
     """
 
     def __init__(self, limit: Load) -> None:
-        self.limit = limit
-        self.queued = Load()
-        self.on_change: Callable[[Load], None] = lambda _: None
         self.throughput = ThroughputEstimate()
-        self._groups: dict[Hashable, deque[QueuedJob]] = defaultdict(deque)
-        self._orders: dict[int, OrderedDict[QueuedJob, None]] = {
-            priority: OrderedDict() for priority in PRIORITIES
-        }
+        self.shared_limit = SharedLimit(limit, self.throughput.retry_after)
+        self.queued = Backlog()
+        self.on_change: Callable[[Load], None] = lambda _: None
+        self._fair_order = FairOrder()
+        self._groups: dict[Hashable, _Lines] = {}
+        self._orders: dict[int, _Lines] = {priority: {} for priority in PRIORITIES}
 
     def __len__(self) -> int:
-        return sum(map(len, self._orders.values()))
+        return sum([len(line) for lines in self._orders.values() for line in lines.values()])
 
     def put(self, queued_job: QueuedJob) -> None:
         """Adds a job.
 
         Raises:
             ServiceUnavailable: too much is queued already.
+            TooManyRequests: so much of its tenant is queued already, and others use the queue.
         """
-        load = queued_job.load
-        if (why := self.limit.over_limit(self.queued, load)) is not None:
-            raise ServiceUnavailable(why, retry_after=self.throughput.retry_after(self.queued))
-        self._groups[queued_job.batch_key].append(queued_job)
-        self._orders[queued_job.priority][queued_job] = None
-        self.queued = self.queued.plus(load)
-        self.on_change(self.queued)
+        tenant, load = queued_job.tenant, queued_job.load
+        if (error := self.shared_limit.refusal(tenant, load, self.queued)) is not None:
+            raise error
+        if tenant not in self.queued:
+            self._fair_order.join(tenant)
+        for lines in self._lines_of(queued_job):
+            lines.setdefault(tenant, OrderedDict())[queued_job] = None
+        self.queued.add(tenant, load)
+        self.on_change(self.queued.total)
 
     def remove(self, queued_job: QueuedJob) -> bool:
         """Removes a job; returns False if it is not queued any more."""
-        if queued_job not in self._orders[queued_job.priority]:
+        line = self._orders[queued_job.priority].get(queued_job.tenant, ())
+        if queued_job not in line:
             return False
-        group = self._groups[queued_job.batch_key]
-        group.remove(queued_job)
-        if not group:
-            del self._groups[queued_job.batch_key]
         self._discard(queued_job)
-        self.on_change(self.queued)
+        self.on_change(self.queued.total)
         return True
 
     def clear(self) -> list[QueuedJob]:
         """Removes and returns all jobs."""
-        removed = [queued_job for order in self._orders.values() for queued_job in order]
+        lines = [line for order in self._orders.values() for line in order.values()]
+        removed = [queued_job for line in lines for queued_job in line]
         self._groups.clear()
         for order in self._orders.values():
             order.clear()
-        self.queued = Load()
-        self.on_change(self.queued)
+        self.queued.clear()
+        self.on_change(self.queued.total)
         return removed
 
-    def find_oldest(self) -> QueuedJob | None:
-        """Returns the oldest job of the highest priority; removes cancelled jobs before it."""
+    def find_next(self) -> QueuedJob | None:
+        """Returns the job of the highest priority that is next; removes cancelled jobs before
+        it."""
         for order in self._orders.values():
             while order:
-                first = next(iter(order))
-                if not first.future.cancelled():
-                    return first
-                self.remove(first)
+                queued_job = self._first(order)
+                if not queued_job.future.cancelled():
+                    return queued_job
+                self.remove(queued_job)
         return None
 
-    def take_batch(self, oldest: QueuedJob, max_jobs: int, max_bytes: int) -> list[QueuedJob]:
-        """Removes and returns the batch of the oldest job.
+    def take_batch(self, first: QueuedJob, max_jobs: int, max_bytes: int) -> list[QueuedJob]:
+        """Removes and returns the batch of a job: those with its batch key, of all tenants in turn.
 
         Args:
-            oldest: as `find_oldest` returned it.
+            first: as `find_next` returned it.
             max_jobs: limit of jobs in the batch, cancelled jobs not included.
             max_bytes: limit of the bytes of their tensors, beyond the first job.
         """
-        group, total = self._groups[oldest.batch_key], 0
+        self._fair_order.begin(first.tenant)
+        group, total = self._groups[first.batch_key], 0
         batch: list[QueuedJob] = []
         while group and len(batch) < max_jobs:
-            total += group[0].bytes
+            queued_job = self._first(group)
+            total += queued_job.bytes
             if batch and total > max_bytes:
                 break
-            queued_job = group.popleft()
-            if queued_job is oldest or not queued_job.future.cancelled():
-                batch.append(queued_job)
             self._discard(queued_job)
-        if not group:
-            del self._groups[oldest.batch_key]
-        self.on_change(self.queued)
+            if queued_job is first or not queued_job.future.cancelled():
+                batch.append(queued_job)
+                self._fair_order.charge(queued_job.tenant, queued_job.load.work)
+        self.on_change(self.queued.total)
         return batch
 
+    def _first(self, lines: _Lines) -> QueuedJob:
+        """Returns the oldest job of the tenant that is next."""
+        tenant = self._fair_order.first(lines)
+        return next(iter(lines[tenant]))
+
+    def _lines_of(self, queued_job: QueuedJob) -> tuple[_Lines, _Lines]:
+        """Returns the lines of its batch key, and those of its priority."""
+        group = self._groups.setdefault(queued_job.batch_key, {})
+        return group, self._orders[queued_job.priority]
+
     def _discard(self, queued_job: QueuedJob) -> None:
-        del self._orders[queued_job.priority][queued_job]
-        self.queued = self.queued.minus(queued_job.load)
+        for lines in self._lines_of(queued_job):
+            line = lines[queued_job.tenant]
+            del line[queued_job]
+            if not line:
+                del lines[queued_job.tenant]
+        if not self._groups[queued_job.batch_key]:
+            del self._groups[queued_job.batch_key]
+        self.queued.remove(queued_job.tenant, queued_job.load)

@@ -114,12 +114,21 @@ class Supervisor:
         return self._drain()
 
     def _on_signal(self, number: int, _: object) -> None:
+        if number == signal.SIGHUP and self._settings.api_keys_file is not None:
+            self._reload_keys()
+            return
         if self._signal_count and number == signal.SIGHUP:
             return  # both the shell and the kernel send it when a terminal closes
         self._signal_count += 1
         if self._signal_count > 1:
             self._kill_all()
             os._exit(1)
+
+    def _reload_keys(self) -> None:
+        """Makes the workers read the file of API keys again."""
+        for pid, index in self._indices.items():
+            if index < len(self._state):
+                os.kill(pid, signal.SIGHUP)
 
     def _start(self, index: int) -> None:
         worker = self._state.worker(index)
@@ -274,7 +283,7 @@ class Supervisor:
         url = f"http://{host}:{port}"
         counts = Counter(self._devices).items()
         device = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts)
-        key = '-H "Authorization: Bearer $QKV_API_KEY" ' if self._settings.keys else ""
+        key = '-H "Authorization: Bearer $QKV_API_KEY" ' if self._settings.has_keys else ""
         _print_line(_TRY.format(url=url, device=device, workers=workers, key=key))
 
 

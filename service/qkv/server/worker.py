@@ -99,6 +99,8 @@ async def _serve(app: FastAPI, sockets: Sequence[socket.socket], parent_alive_fd
         stop.set()
 
     loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if runtime.api_keys is not None:
+        loop.add_signal_handler(signal.SIGHUP, runtime.api_keys.reload)
     loop.add_reader(parent_alive_fd, on_supervisor_exit)
     server, listening = new_http_server(app), sockets[0]
     async with running(runtime), _serving_metrics(runtime, sockets[1:]):

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from qkv.errors import QkvError
+from qkv.telemetry.key_usage import KeyUsage, KeyUsageRecorder
 from qkv.telemetry.times import Times
 
 __all__ = [
@@ -71,6 +72,10 @@ class SharedMetrics:
     Args:
         variants: names of the variants.
         processes: number of processes that count.
+
+    Attributes:
+        variants: as the argument.
+        key_usage: the counts of each API key.
     """
 
     def __init__(self, variants: Sequence[str], processes: int) -> None:
@@ -80,6 +85,7 @@ class SharedMetrics:
             (processes, len(variants), len(HISTOGRAMS), len(BUCKETS) + 2),
             (processes, len(_TOTALS)),
         )
+        self.key_usage = KeyUsage(processes)
         block = mmap.mmap(-1, 8 * sum(int(np.prod(shape)) for shape in shapes))
         arrays, start = [], 0
         for shape in shapes:
@@ -97,6 +103,7 @@ class SharedMetrics:
                 for i, name in enumerate(self.variants)
             },
             float64_view(self._totals[process]),
+            self.key_usage.recorder(process),
         )
 
     @property
@@ -122,15 +129,21 @@ class SharedMetrics:
 
 class MetricsRecorder:
     """Counts the requests of one process; only its event loop may call it, except for
-    `add_dropped_log_lines`."""
+    `add_dropped_log_lines`.
+
+    Attributes:
+        key_usage: counts the requests of each API key.
+    """
 
     def __init__(
         self,
         requests: dict[str, memoryview[float]],
         times: dict[str, list[memoryview[float]]],
         totals: memoryview[float],
+        key_usage: KeyUsageRecorder,
     ) -> None:
         self._requests, self._histograms, self._totals = requests, times, totals
+        self.key_usage = key_usage
         self._outcomes = {name: place for place, name in enumerate(OUTCOMES)}
 
     def record_response(

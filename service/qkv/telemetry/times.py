@@ -33,6 +33,11 @@ class Times:
         """Seconds of moving tensors to the device and back, as responses give them."""
         return self.load_s + self.split_s
 
+    @property
+    def own_compute_s(self) -> float:
+        """Seconds of computation, divided by the jobs of the call."""
+        return self.compute_s / self.stacked_count
+
     def add(self, other: Times) -> None:
         """Adds the times of another job, but those of the whole request."""
         self.load_s += other.load_s

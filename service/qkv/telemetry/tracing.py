@@ -38,6 +38,7 @@ _NAMES: Final = {  # attribute of a span by field of the request log
     "request_id": "qkv.request_id",
     "variant": "qkv.variant",
     "outcome": "qkv.outcome",
+    "key": "user.name",
     "queue_ms": "qkv.queue_ms",
     "transfer_ms": "qkv.transfer_ms",
     "compute_ms": "qkv.compute_ms",

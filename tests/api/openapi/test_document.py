@@ -335,7 +335,7 @@ def test_every_operation_lists_its_errors(document: dict[str, Any]) -> None:
             assert of_connection <= responses, path
             if path.startswith("/v2"):
                 continue
-            of_body = {"406", "415", "422"} if method == "post" else set()
+            of_body = {"406", "415", "422", "429"} if method == "post" else set()
             named = {"404"} if path in MEASURED or "{" in path else set()
             has_deadline = {*RUNS, "/v1/compare", "/v1/convert", "/v1/layers", VERIFY}
             of_body |= {"504"} if path in has_deadline else set()

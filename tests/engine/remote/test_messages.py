@@ -14,13 +14,18 @@ from qkv.engine.remote.messages import (
     unpack_results,
 )
 from qkv.engine.result import Result
+from qkv.engine.tenant import ANYONE, Tenant
 from qkv.telemetry.times import Times
 
 
 def test_job_requests_unpack_as_packed() -> None:
     requests = [
-        JobRequest(1 << 40, 64, 1 << 40, 255, 123.456, deadline, plan)
-        for deadline, plan in ((NO_DEADLINE, b""), (0.0, b"plan" * 999), (1.5, b"1"))
+        JobRequest(1 << 40, 64, 1 << 40, 255, 123.456, deadline, tenant, plan)
+        for deadline, tenant, plan in (
+            (NO_DEADLINE, ANYONE, b""),
+            (0.0, Tenant("a" * 64, 0.25), b"plan" * 999),
+            (1.5, Tenant("b"), b"1"),
+        )
     ]
     for count in range(4):
         payload = b"".join(request.pack() for request in requests[:count])

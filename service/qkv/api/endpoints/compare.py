@@ -136,7 +136,7 @@ def _describe() -> dict[str, Any]:
     text = f"Tensors, and variants to compare on them: {CHOICE} each."
     good = in_json("Measurements of each variant, and notes.", response_schema(CompareResponse))
     errors = problem_responses(
-        400, 413, 415, 422, 500, 503, 504, extra=specific_errors(json.MEDIA_TYPE)
+        400, 413, 415, 422, 429, 500, 503, 504, extra=specific_errors(json.MEDIA_TYPE)
     )
     responses = {"200": good | {"headers": SERVER_TIMING}} | errors
     return describe(responses, in_both_formats(text, _request(), file), [TIMEOUT])

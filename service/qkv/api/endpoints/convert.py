@@ -90,7 +90,7 @@ def _describe() -> dict[str, Any]:
         _response(),
         "The tensors by name; all other fields as JSON under `qkv` in the metadata.",
     )
-    errors = problem_responses(400, 406, 413, 415, 422, 500, 503, 504)
+    errors = problem_responses(400, 406, 413, 415, 422, 429, 500, 503, 504)
     return describe({"200": good} | errors, body, [TIMEOUT])
 
 

@@ -116,5 +116,5 @@ def _describe() -> dict[str, Any]:
         ),
         NotAcceptable(f"Accept excludes every format: got 'text/html', expected {json.MEDIA_TYPE}"),
     ]
-    errors = problem_responses(400, 413, 422, 500, 503, 504, extra=extra)
+    errors = problem_responses(400, 413, 422, 429, 500, 503, 504, extra=extra)
     return describe({"200": good} | errors, body, [TIMEOUT])

@@ -56,6 +56,7 @@ def exposition(shared_state: SharedState, device: str) -> str:
     page.add("build_info", "gauge", "The version and the device of the service.")
     page.sample("build_info", 1, version=__version__, device=device)
     _add_requests(page, shared_state)
+    _add_keys(page, shared_state)
     _add_runs(page, shared_state)
     _add_gauges(page, shared_state)
     _add_device_processes(page, shared_state)
@@ -130,6 +131,21 @@ def _add_requests(page: _Page, shared_state: SharedState) -> None:
         ("batches_with_other_bits", "Checks that found other bits in a batch than alone."),
     ):
         page.one(f"{name}_total", "counter", help_text, totals[name])
+
+
+def _add_keys(page: _Page, shared_state: SharedState) -> None:
+    """Adds what each API key has used; without keys, the families are empty."""
+    totals = shared_state.metrics.key_usage.totals
+    for place, (name, help_text) in enumerate(
+        (
+            ("requests_total", "Requests of the API key."),
+            ("rejected_total", "Requests of the API key beyond its share of the queue."),
+            ("compute_seconds_total", "Compute time of its requests, in seconds."),
+        )
+    ):
+        page.add(f"key_{name}", "counter", help_text)
+        for key, used in totals.items():
+            page.sample(f"key_{name}", used[place], key=key)
 
 
 def _add_runs(page: _Page, shared_state: SharedState) -> None:

@@ -44,7 +44,7 @@ def describe_infer() -> dict[str, Any]:
         },
         ["model_name", "model_version", "parameters", "outputs"],
     )
-    described = describe_model(named("InferResponse", response), 400, 413, body=body)
+    described = describe_model(named("InferResponse", response), 400, 413, 429, body=body)
     described["requestBody"]["required"] = True
     good = described["responses"]["200"]
     good |= {"description": "The requested outputs, and the timing.", "headers": SERVER_TIMING}

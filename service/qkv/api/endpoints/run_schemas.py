@@ -142,7 +142,7 @@ def _operation(request: Schema, response: Schema, noun: str) -> dict[str, Any]:
         response,
         f"The {noun} by name; `variant` and `timing` as JSON under `qkv` in the metadata.",
     )
-    statuses = (400, 406, 413, 415, 422, 500, 503, 504)
+    statuses = (400, 406, 413, 415, 422, 429, 500, 503, 504)
     responses = {"200": good | {"headers": SERVER_TIMING}} | problem_responses(*statuses)
     return describe(responses, body, [TIMEOUT])
 

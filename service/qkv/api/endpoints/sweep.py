@@ -159,7 +159,7 @@ def _describe() -> dict[str, Any]:
         f"Content-Type is not supported: got 'text/plain', expected {json.MEDIA_TYPE}"
     )
     extra = [*specific_errors(MEDIA_TYPE, json.MEDIA_TYPE), not_json]
-    errors = problem_responses(400, 413, 422, 500, 503, extra=extra)
+    errors = problem_responses(400, 413, 422, 429, 500, 503, extra=extra)
     return describe({"200": good} | errors, body, [TIMEOUT])
 
 

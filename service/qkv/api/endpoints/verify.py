@@ -105,7 +105,9 @@ def _describe() -> dict[str, Any]:
         either(_drawn_case(), _verdict()),
         "The inputs by name; all other fields as JSON under `qkv`. A verdict is JSON only.",
     )
-    errors = problem_responses(400, 406, 413, 415, 422, 500, 503, 504, extra=[unknown_variant()])
+    errors = problem_responses(
+        400, 406, 413, 415, 422, 429, 500, 503, 504, extra=[unknown_variant()]
+    )
     return describe({"200": good} | errors, body, [variant_parameter("variant"), TIMEOUT])
 
 

@@ -23,6 +23,7 @@ _ERROR_DESCRIPTIONS: Final = {
     404: "The model or the version does not exist, or the model is unloaded.",
     408: "The request did not arrive in time.",
     413: "The request exceeds a limit.",
+    429: "The API key has its share of the queue, which others use too.",
     431: "The headers are too large.",
     500: "Internal error; it was logged.",
     501: "The transfer coding is not supported.",
@@ -63,9 +64,9 @@ def error_responses(*statuses: int) -> dict[str, Any]:
     """Returns the error responses with these statuses."""
     schema = response_schema(open_inference_responses.ModelError)
     by_status = {str(s): in_json(_ERROR_DESCRIPTIONS[s], schema) for s in sorted(statuses)}
-    if "503" in by_status:
+    for status in {"429", "503"} & by_status.keys():
         wait = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
-        by_status["503"]["headers"] = {"Retry-After": wait}
+        by_status[status]["headers"] = {"Retry-After": wait}
     return by_status
 
 

@@ -75,6 +75,11 @@ PROBLEMS: Final[tuple[errors.QkvError, ...]] = (
     errors.InvalidContent(
         'encoding is unknown: got "raw", expected lists or base64', pointer="/encoding"
     ),
+    errors.TooManyRequests(
+        "the key alice has its share of the queue, which others use too: 512 requests are queued "
+        "or being received, the limit is 512",
+        retry_after=2,
+    ),
     errors.Internal("internal error; it was logged with the id in X-Request-ID"),
     errors.stopping(),
     errors.DeadlineExceeded("the request waited 2500 ms in the queue, its deadline passed"),
@@ -135,7 +140,7 @@ def problem_responses(*statuses: int, extra: Iterable[errors.QkvError] = ()) -> 
             "description": f"{error.title}. {summary}",
             "content": {json.PROBLEM_TYPE: {"schema": PROBLEM, "example": error.problem()}},
         }
-        if isinstance(error, errors.ServiceUnavailable):
+        if error.retry_after is not None:
             responses[error.status]["headers"] = {
                 "Retry-After": {
                     "description": "Seconds until the client may retry.",

@@ -10,10 +10,10 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import orjson
 
+from qkv.engine.load import Load
 from qkv.engine.remote.channel import Channel
 from qkv.engine.remote.messages import (
     JobRequest,
@@ -24,16 +24,11 @@ from qkv.engine.remote.messages import (
 )
 from qkv.engine.remote.shared_memory import Block
 from qkv.engine.result import Result
-from qkv.engine.work_queue import Load
+from qkv.engine.tenant import Tenant
 from qkv.errors import QkvError, ServiceUnavailable, from_problem
 from qkv.jobs.job import Job
 
 __all__ = ["DeviceLink", "LinkOwner", "SubmittedJob"]
-
-# The work of a job beside its matrix products, as floating-point operations: many tiny jobs, and
-# jobs that only move numbers, take time too. Both are estimates: only their magnitude matters.
-_FLOPS_PER_JOB: Final = 1 << 20
-_FLOPS_PER_BYTE: Final = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +41,7 @@ class SubmittedJob:
         future: receives its result.
         link: the connection to its device process.
         inputs, outputs: memory for its tensors, which any device process can use.
-        priority: as `Engine.submit` takes it.
+        tenant, priority: as `Engine.submit` takes them.
         enqueued_at: time of submission, by `time.perf_counter`.
         deadline: time at which it expires, by the same clock.
         load: the work of the job.
@@ -60,18 +55,13 @@ class SubmittedJob:
     link: DeviceLink
     inputs: Block
     outputs: Block
+    tenant: Tenant
     priority: int
     enqueued_at: float
     deadline: float
     load: Load
     is_sent: bool = False
     is_second_attempt: bool = False
-
-    @property
-    def work(self) -> int:
-        """The work of the job, in floating-point operations."""
-        _, size, flops = self.load
-        return flops + _FLOPS_PER_BYTE * size + _FLOPS_PER_JOB
 
 
 @dataclass(frozen=True)
@@ -140,12 +130,12 @@ class DeviceLink:
     def add(self, submitted: SubmittedJob) -> None:
         """Counts a job as work of this device."""
         self.jobs[submitted.id] = submitted
-        self._add_work(submitted.work)
+        self._add_work(submitted.load.work)
 
     def remove(self, id: int) -> SubmittedJob:
         """Stops to count a job; returns it."""
         submitted = self.jobs.pop(id)
-        self._add_work(-submitted.work)
+        self._add_work(-submitted.load.work)
         return submitted
 
     def _add_work(self, work: int) -> None:
@@ -162,6 +152,7 @@ class DeviceLink:
             max(0, min(submitted.priority, 255)),
             submitted.enqueued_at,
             submitted.deadline,
+            submitted.tenant,
             submitted.job.plan.encoded,
         )
         submitted.is_sent = True

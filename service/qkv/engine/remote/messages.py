@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Final, NamedTuple, Self
 
 from qkv.engine.result import Result
+from qkv.engine.tenant import Tenant
 from qkv.telemetry.times import Times
 
 __all__ = [
@@ -26,7 +27,7 @@ __all__ = [
     "unpack_results",
 ]
 
-_JOB_REQUEST: Final = struct.Struct("<QQQBddI")
+_JOB_REQUEST: Final = struct.Struct("<QQQBdddBI")
 _RESULT: Final = struct.Struct("<QI5d")
 _ID: Final = struct.Struct("<Q")
 _NAME_SIZE: Final = struct.Struct("<H")
@@ -56,6 +57,7 @@ class JobRequest(NamedTuple):
         priority: as `Engine.submit` takes it.
         enqueued_at: time of submission, by `time.perf_counter`, one clock for all processes.
         deadline: time at which it expires, by the same clock, or `NO_DEADLINE`.
+        tenant: whose job it is.
         plan: its plan, as `Plan.encoded`.
     """
 
@@ -65,21 +67,26 @@ class JobRequest(NamedTuple):
     priority: int
     enqueued_at: float
     deadline: float
+    tenant: Tenant
     plan: bytes
 
     def pack(self) -> bytes:
         """Returns the request as bytes."""
-        return _JOB_REQUEST.pack(*self[:-1], len(self.plan)) + self.plan
+        name, weight = self.tenant.name.encode(), self.tenant.weight
+        head = _JOB_REQUEST.pack(*self[:-2], weight, len(name), len(self.plan))
+        return head + name + self.plan
 
     @classmethod
     def unpack_all(cls, data: bytes) -> list[Self]:
         """Returns the requests that `pack` encoded, from the bytes of all of them."""
         requests, first = [], 0
         while first < len(data):
-            head = _JOB_REQUEST.unpack_from(data, first)
-            plan_at = first + _JOB_REQUEST.size
-            first = plan_at + head[-1]
-            requests.append(cls._make((*head[:-1], data[plan_at:first])))
+            *numbers, weight, name_size, plan_size = _JOB_REQUEST.unpack_from(data, first)
+            name_at = first + _JOB_REQUEST.size
+            plan_at = name_at + name_size
+            first = plan_at + plan_size
+            tenant = Tenant(data[name_at:plan_at].decode(), weight)
+            requests.append(cls._make((*numbers, tenant, data[plan_at:first])))
         return requests
 
 

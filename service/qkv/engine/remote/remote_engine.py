@@ -17,6 +17,7 @@ from typing import Final
 from qkv.engine.admission import AdmissionController
 from qkv.engine.device.device import MemoryUsage
 from qkv.engine.engine import DEFAULT_LIMIT
+from qkv.engine.load import Backlog, Load
 from qkv.engine.remote.channel import receive_connection
 from qkv.engine.remote.device_link import DeviceLink, LinkOwner, SubmittedJob
 from qkv.engine.remote.job_memory import input_bytes, write_inputs
@@ -24,7 +25,9 @@ from qkv.engine.remote.messages import NO_DEADLINE
 from qkv.engine.remote.page_releaser import PageReleaser
 from qkv.engine.remote.shared_memory import WorkerRegion
 from qkv.engine.result import Result
-from qkv.engine.work_queue import Load, ThroughputEstimate
+from qkv.engine.shared_limit import SharedLimit
+from qkv.engine.tenant import ANYONE, Tenant
+from qkv.engine.work_queue import ThroughputEstimate
 from qkv.errors import QkvError, ServiceUnavailable, stopping
 from qkv.jobs.job import Job
 from qkv.telemetry.worker_state import SharedState, WorkerState
@@ -78,12 +81,11 @@ class RemoteEngine:
         self._owns_region = False
         self._turn = worker  # so that workers begin with different devices
         self._ids = itertools.count(1)
-        self._load = Load()
+        self._load = Backlog()
         self._throughput = ThroughputEstimate()
         self._last_result_at = 0.0  # by time.perf_counter
-        self.admission = AdmissionController(
-            limit, lambda: self._load, self._throughput.retry_after
-        )
+        shared_limit = SharedLimit(limit, self._throughput.retry_after)
+        self.admission = AdmissionController(shared_limit, self._load)
         self.failed = asyncio.Event()
         self._copy_tasks: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -140,12 +142,17 @@ class RemoteEngine:
         """Returns None: no job runs in this process."""
         return None
 
-    async def run_with_others(self, _job: Job) -> Result | None:
+    async def run_with_others(self, _job: Job, _tenant: Tenant = ANYONE) -> Result | None:
         """Returns None, as `run_inline`."""
         return None
 
     def submit(
-        self, job: Job, *, priority: int = 0, wait_s: float | None = None
+        self,
+        job: Job,
+        *,
+        tenant: Tenant = ANYONE,
+        priority: int = 0,
+        wait_s: float | None = None,
     ) -> asyncio.Future[Result]:
         """Submits a job, as `Engine.submit` does.
 
@@ -163,7 +170,7 @@ class RemoteEngine:
             inputs = self._region.allocate(size)
             outputs = self._region.allocate(plan.output_layout.size)
         except ServiceUnavailable as full:
-            full.retry_after = self._throughput.retry_after(self._load)
+            full.retry_after = self._throughput.retry_after(self._load.total)
             raise
         self._page_releaser.on_allocated()
         future: asyncio.Future[Result] = self._loop.create_future()
@@ -171,10 +178,11 @@ class RemoteEngine:
         deadline = NO_DEADLINE if wait_s is None else now + wait_s
         load = Load(1, size + plan.output_layout.size, plan.flops)
         submitted = SubmittedJob(
-            next(self._ids), job, future, link, inputs, outputs, priority, now, deadline, load
+            *(next(self._ids), job, future, link, inputs, outputs),
+            *(tenant, priority, now, deadline, load),
         )
         link.add(submitted)
-        self._load = self._load.plus(load)
+        self._load.add(tenant, load)
         future.add_done_callback(partial(self._on_done, submitted))
         if size <= _LARGE_BYTES:
             write_inputs(job, inputs.bytes)
@@ -211,7 +219,7 @@ class RemoteEngine:
 
     def _on_done(self, submitted: SubmittedJob, future: asyncio.Future[Result]) -> None:
         """Stops counting a job as load, and cancels it in its device process."""
-        self._load = self._load.minus(submitted.load)
+        self._load.remove(submitted.tenant, submitted.load)
         if future.cancelled():
             submitted.link.cancel(submitted)
 

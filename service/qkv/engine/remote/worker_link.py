@@ -35,7 +35,7 @@ from qkv.engine.remote.plan_reader import PlanReader
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.engine.result import Result
 from qkv.engine.work_queue import QueuedJob
-from qkv.errors import Internal, QkvError, ServiceUnavailable
+from qkv.errors import Internal, QkvError
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 
@@ -129,7 +129,8 @@ class WorkerLink:
                     continue
                 deadline = None if request.deadline == NO_DEADLINE else request.deadline
                 queued_job = QueuedJob(
-                    job, pending, request.priority, request.enqueued_at, deadline
+                    *(job, pending, request.priority, request.enqueued_at, deadline),
+                    request.tenant,
                 )
                 pending.queued_job = queued_job
                 queued_jobs.append(queued_job)
@@ -244,6 +245,5 @@ def _encode_error(error: Exception) -> bytes:
     if not isinstance(error, QkvError):
         _log.error("a job could not be decoded, or its result could not be sent", exc_info=error)
         error = Internal("the computation failed")
-    retry_after = error.retry_after if isinstance(error, ServiceUnavailable) else 1
     is_stopped = isinstance(error, EngineStopped)
-    return orjson.dumps([error.status, error.problem(), retry_after, is_stopped])
+    return orjson.dumps([error.status, error.problem(), error.retry_after or 1, is_stopped])

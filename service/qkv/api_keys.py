@@ -1,0 +1,89 @@
+"""API keys, with names and weights, as settings and a file give them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Final, NamedTuple
+
+__all__ = ["ApiKey", "parse_api_keys", "read_api_keys"]
+
+_WEIGHT: Final = r"\d{1,6}(\.\d{1,6})?"
+_ENTRY: Final = re.compile(
+    r"((?P<name>[A-Za-z0-9._-]{1,64}):)?"
+    r"(?P<key>[A-Za-z0-9._~+/-]+=*)"  # token68 of RFC 9110, section 11.2
+    rf"(:(?P<weight>{_WEIGHT}))?"
+)
+_MAX_FILE_BYTES: Final = 1 << 20
+_EXPECTED: Final = (
+    "expected KEY, NAME:KEY or NAME:KEY:WEIGHT; a key has letters, digits and ._~+/-, and may end "
+    "in =; a name has at most 64 letters, digits and ._-; a weight is a number above 0"
+)
+
+
+class ApiKey(NamedTuple):
+    """A key that clients send.
+
+    Attributes:
+        name: in the log, in metrics and in traces.
+        key: the secret.
+        weight: its share of a busy service, relative to those of the other keys.
+    """
+
+    name: str
+    key: str
+    weight: float
+
+
+def parse_api_keys(text: str) -> list[ApiKey]:
+    """Returns the keys of a text with commas between them; a key without a name is key1, key2, and
+    so on, by its place.
+
+    Raises:
+        ValueError: an entry is invalid, or two have one name or key; the message has no key.
+    """
+    return _named([entry.strip() for entry in text.split(",")])
+
+
+def read_api_keys(path: Path) -> list[ApiKey]:
+    """Returns the keys of a file with one on each line, as for `parse_api_keys`.
+
+    Ignores empty lines, and those that begin with #.
+
+    Raises:
+        ValueError: the file cannot be read, is too large, has no key, or is invalid.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if len(text) > _MAX_FILE_BYTES:
+        raise ValueError(f"{path} is larger than {_MAX_FILE_BYTES} bytes")
+    lines = [line.strip() for line in text.splitlines()]
+    entries = [line for line in lines if line and not line.startswith("#")]
+    if not entries:
+        raise ValueError(f"{path} has no key")
+    try:
+        return _named(entries)
+    except ValueError as error:
+        raise ValueError(f"{path} is invalid: {error}") from None
+
+
+def _named(entries: list[str]) -> list[ApiKey]:
+    keys = []
+    for place, entry in enumerate(entries, start=1):
+        match = _ENTRY.fullmatch(entry)
+        weight = float(match["weight"] or 1) if match else 0.0
+        if match is None or not weight:
+            raise ValueError(f"entry {place} is invalid: {_EXPECTED}")
+        if match["name"] and re.fullmatch(_WEIGHT, match["key"]):  # KEY:WEIGHT would log the key
+            raise ValueError(f"entry {place} has no name: {_EXPECTED}")
+        keys.append(ApiKey(match["name"] or f"key{place}", match["key"], weight))
+    for field in ("name", "key"):
+        value, count = Counter(getattr(key, field) for key in keys).most_common(1)[0]
+        if count > 1:
+            which = f" {value}" if field == "name" else ""
+            raise ValueError(f"{count} entries have the same {field}{which}")
+    return keys

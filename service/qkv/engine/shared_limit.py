@@ -1,0 +1,83 @@
+"""`SharedLimit`: the most load at a time, and the share of each tenant while several compete."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from qkv.engine.load import Backlog, Load
+from qkv.engine.tenant import Tenant
+from qkv.errors import QkvError, ServiceUnavailable, TooManyRequests
+
+__all__ = ["SharedLimit"]
+
+_COMPETING_S: Final = 5.0  # that a tenant keeps its share after its last request
+
+
+class SharedLimit:
+    """Limits the load that is queued or being received.
+
+    A tenant alone may use all of the limit. Tenants that compete have shares of it by their
+    weights, and a tenant within its share is never refused. So the load may exceed the limit by
+    the shares of the others while the flood of a tenant that came alone is being done.
+
+    Args:
+        limit: the most load.
+        retry_after: estimates the whole seconds until a load is done.
+    """
+
+    def __init__(self, limit: Load, retry_after: Callable[[Load], int]) -> None:
+        self.limit = limit
+        self._retry_after = retry_after
+        self._seen_at: dict[Tenant, float] = {}  # last request beside others, by time.monotonic
+
+    def refusal(self, tenant: Tenant, added: Load, *backlogs: Backlog) -> QkvError | None:
+        """Returns the error of a request that does not fit; None: it fits.
+
+        A request of any size fits while there is no other.
+
+        Args:
+            tenant: its sender.
+            added: its load.
+            *backlogs: all load that is not done.
+        """
+        loads = _by_tenant(backlogs)
+        if not loads:
+            return None
+        total = Load.sum(loads.values())
+        excess = self.limit.excess(total, added)
+        competing = self._competing(tenant, loads)
+        if len(competing) == 1:
+            if excess is None:
+                return None
+            return ServiceUnavailable(
+                f"the queue is full: {excess}", retry_after=self._retry_after(total)
+            )
+        own = loads.get(tenant, Load())
+        share = self.limit.part(tenant.weight / sum([each.weight for each in competing]))
+        excess_of_share = share.excess(own, added)
+        if excess_of_share is None:
+            return None
+        if excess is None and not own.requests:
+            return None  # a request that is larger than the share, and has room
+        return TooManyRequests(
+            f"the key {tenant.name} has its share of the queue, which others use too: "
+            f"{excess_of_share}",
+            retry_after=self._retry_after(own),
+        )
+
+    def _competing(self, tenant: Tenant, loads: dict[Tenant, Load]) -> set[Tenant]:
+        """Returns all tenants that have load, or sent a request just now; this one included."""
+        now = time.monotonic()
+        self._seen_at[tenant] = now
+        self._seen_at = {t: at for t, at in self._seen_at.items() if now - at < _COMPETING_S}
+        return {*loads, *self._seen_at}
+
+
+def _by_tenant(backlogs: Sequence[Backlog]) -> dict[Tenant, Load]:
+    loads: dict[Tenant, Load] = {}
+    for backlog in backlogs:
+        for tenant, load in backlog.loads.items():
+            loads[tenant] = loads[tenant].plus(load) if tenant in loads else load
+    return loads

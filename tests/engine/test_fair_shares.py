@@ -1,0 +1,227 @@
+"""Several tenants share one queue by their weights, and each its limit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv.engine.engine import Engine
+from qkv.engine.executor import Launched, launch
+from qkv.engine.load import Backlog, Load
+from qkv.engine.shared_limit import SharedLimit
+from qkv.engine.tenant import ANYONE, Tenant
+from qkv.engine.work_queue import QueuedJob, WorkQueue
+from qkv.errors import ServiceUnavailable, TooManyRequests
+from qkv.jobs.job import Job
+from support.engines import hold_device_thread, new_job, plain, with_engine
+from support.raw_connection import random_inputs
+from support.remote_service import Service, queued_count, run, until
+from support.remote_service import plain as plain_of
+
+ALICE: Final = Tenant("alice", 3.0)
+BATCH: Final = Tenant("batch")
+NO_LIMIT: Final = Load(1 << 20, 1 << 60, 1 << 60)
+
+
+def queued(tenant: Tenant, lengths: Sequence[int]) -> list[QueuedJob]:
+    """Returns jobs of a tenant; those of one length have equal batch keys."""
+    return [
+        QueuedJob(new_job(random_inputs(0, (1, 1, length, 4))), Future(), tenant=tenant)
+        for length in lengths
+    ]
+
+
+def drain(queue: WorkQueue, max_jobs: int = 1) -> list[list[QueuedJob]]:
+    """Takes all batches of a queue."""
+    batches = []
+    while (first := queue.find_next()) is not None:
+        batches.append(queue.take_batch(first, max_jobs, 1 << 60))
+    return batches
+
+
+def test_single_job_does_not_wait_for_the_flood_of_another_tenant() -> None:
+    queue = WorkQueue(NO_LIMIT)
+    flood, single = queued(BATCH, range(1, 41)), queued(ALICE, [100])
+    for queued_job in flood:
+        queue.put(queued_job)
+    first = queue.find_next()
+    assert first is not None
+    running = queue.take_batch(first, 1, 1 << 60)
+    queue.put(single[0])
+    assert running + [job for batch in drain(queue) for job in batch] == [
+        *(flood[0], single[0]),
+        *flood[1:],
+    ]
+
+
+@given(st.lists(st.sampled_from([1.0, 2.0, 3.0, 0.5]), min_size=2, max_size=4))
+def test_tenants_run_in_proportion_to_their_weights(weights: list[float]) -> None:
+    """After any number of equal jobs, each is at most about one job from its share."""
+    queue = WorkQueue(NO_LIMIT)
+    tenants = [Tenant(f"key{place}", weight) for place, weight in enumerate(weights)]
+    for tenant in tenants:
+        for queued_job in queued(tenant, [4] * 12):
+            queue.put(queued_job)
+    done = Counter[Tenant]()
+    for batch in drain(queue)[:12]:
+        done[batch[0].tenant] += 1
+        spread = [done[tenant] / tenant.weight for tenant in tenants]
+        assert max(spread) - min(spread) <= 1 / min(weights) + 1e-9
+
+
+def test_shares_are_of_work_and_not_of_requests() -> None:
+    queue, equal = WorkQueue(NO_LIMIT), Tenant("other")
+    large, small = queued(BATCH, [256] * 4), queued(equal, [8] * 40)
+    for queued_job in large + small:
+        queue.put(queued_job)
+    order = [batch[0] for batch in drain(queue)]
+    before_last_large = order[: order.index(large[-1])]
+    between = [job for job in before_last_large if job.tenant == equal]
+    work = sum(job.load.work for job in between)
+    assert work == pytest.approx(3 * large[0].load.work, abs=large[0].load.work)
+    assert len(between) > 3
+
+
+def test_idle_tenant_saves_nothing() -> None:
+    queue = WorkQueue(NO_LIMIT)
+    for queued_job in queued(BATCH, [4] * 50):
+        queue.put(queued_job)
+    drain(queue)
+    other = Tenant("other")
+    for queued_job in queued(BATCH, [4] * 10) + queued(other, [4] * 10):
+        queue.put(queued_job)
+    names = [batch[0].tenant.name for batch in drain(queue)]
+    assert abs(names[:10].count("batch") - 5) <= 1
+
+
+def test_jobs_of_several_tenants_are_one_batch() -> None:
+    queue = WorkQueue(NO_LIMIT)
+    for queued_job in queued(BATCH, [4] * 40) + queued(ALICE, [4] * 40):
+        queue.put(queued_job)
+    batches = drain(queue, 8)
+    assert [len(batch) for batch in batches] == [8] * 10
+    for batch in batches[:4]:  # 3 to 1
+        counts = Counter(queued_job.tenant.name for queued_job in batch)
+        assert counts == {"alice": 6, "batch": 2}
+
+
+def test_priority_is_before_shares() -> None:
+    queue = WorkQueue(NO_LIMIT)
+    late = [QueuedJob(plain(1), Future(), 1, tenant=BATCH) for _ in range(3)]
+    for queued_job in [*queued(ALICE, [4] * 3), *late]:
+        queue.put(queued_job)
+    names = [batch[0].tenant.name for batch in drain(queue)]
+    assert names == ["batch"] * 3 + ["alice"] * 3
+
+
+def test_cancelled_jobs_cost_their_tenant_nothing() -> None:
+    queue = WorkQueue(NO_LIMIT)
+    cancelled = queued(BATCH, [4] * 10)
+    for queued_job in cancelled:
+        queue.put(queued_job)
+        queued_job.future.cancel()  # type: ignore[attr-defined]
+    rest = [*queued(BATCH, [4] * 2), *queued(Tenant("other"), [4] * 2)]
+    for queued_job in rest:
+        queue.put(queued_job)
+    assert sorted(b[0].tenant.name for b in drain(queue)[:2]) == ["batch", "other"]
+    assert queue.queued.total == Load()
+
+
+def test_lone_tenant_may_use_the_whole_limit() -> None:
+    limit, backlog = SharedLimit(Load(8, 800, 800), lambda load: load.requests), Backlog()
+    for _ in range(8):
+        assert limit.refusal(BATCH, Load(1, 100, 100), backlog) is None
+        backlog.add(BATCH, Load(1, 100, 100))
+    error = limit.refusal(BATCH, Load(1, 0, 0), backlog)
+    assert isinstance(error, ServiceUnavailable)
+    assert error.retry_after == 8
+
+
+def test_tenants_that_compete_have_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if one came first, and has filled the queue. A share ends some time after its use."""
+    limit, backlog = SharedLimit(Load(8, 800, 800), lambda load: load.requests), Backlog()
+    one = Load(1, 100, 100)
+    for _ in range(8):
+        backlog.add(BATCH, one)
+    for _ in range(6):  # three quarters of 8
+        assert limit.refusal(ALICE, one, backlog) is None
+        backlog.add(ALICE, one)
+    for tenant, share in ((ALICE, 6), (BATCH, 2)):
+        error = limit.refusal(tenant, one, backlog)
+        assert isinstance(error, TooManyRequests)
+        assert tenant.name in str(error)
+        assert f"the limit is {share}" in str(error)
+        assert error.retry_after == backlog.loads[tenant].requests
+    for _ in range(6):
+        backlog.remove(ALICE, one)
+    for _ in range(6):
+        backlog.remove(BATCH, one)
+    assert isinstance(limit.refusal(BATCH, one, backlog), TooManyRequests)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 6)
+    assert limit.refusal(BATCH, one, backlog) is None
+
+
+def test_request_larger_than_its_share_fits_if_there_is_room() -> None:
+    limit, backlog = SharedLimit(Load(8, 800, 800), lambda _: 1), Backlog()
+    backlog.add(ALICE, Load(1, 100, 100))
+    assert limit.refusal(BATCH, Load(1, 600, 0), backlog) is None
+    assert isinstance(limit.refusal(BATCH, Load(1, 750, 0), backlog), TooManyRequests)
+
+
+def test_small_jobs_on_the_event_loop_take_turns_by_weight() -> None:
+    order: list[Job] = []
+
+    def recorded(jobs: Sequence[Job], *arguments: Any) -> Launched:
+        order.extend(jobs)
+        return launch(jobs, *arguments)
+
+    async def test(engine: Engine) -> None:
+        engine.batch_runner.launch = recorded
+        of = {
+            tenant: [new_job(random_inputs(seed)) for seed in range(32)]
+            for tenant in (BATCH, ALICE)
+        }
+        await asyncio.gather(
+            *[engine.run_with_others(job, tenant) for tenant, jobs in of.items() for job in jobs]
+        )
+        assert len(order) == 64
+        assert sum(job in of[ALICE] for job in order[:40]) in range(29, 32)
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("stack", [True, False])
+def test_tenants_share_a_device_process(stack: bool) -> None:
+    """Its queue has the jobs of all workers."""
+    ran: list[int] = []
+
+    def recorded(jobs: Sequence[Job], *arguments: Any) -> Launched:
+        ran.extend(job.plan.inputs.shapes["query"][2] for job in jobs)
+        return launch(jobs, *arguments)
+
+    async def test(service: Service) -> None:
+        device = service.engine
+        device.batch_runner.launch = recorded
+        remotes = service.remotes
+        with hold_device_thread(device):
+            flood = [remotes[i % 2].submit(plain_of(i, 4), tenant=BATCH) for i in range(12)]
+            await until(lambda: queued_count(device) == 12)
+            single = remotes[0].submit(plain_of(0, 5), tenant=ALICE)
+            await until(lambda: queued_count(device) == 13)
+        await asyncio.gather(single, *flood)
+        assert ran.index(5) <= 2  # in the second batch at the latest
+
+    run(test, max_batch=2, stack=stack)
+
+
+def test_tenant_of_a_service_without_keys_has_no_name() -> None:
+    assert QueuedJob(plain(0), Future()).tenant == ANYONE == ("", 1.0)
