@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import torch
 from bodies import FORMATS, SHAPES, build_request, tensors_of
 from explicit_attention import measure_weights
+from fair_shares import measure_fair_shares
 from load import MIN_RESPONSES, PROCESSES, WARM_UP, LoadResult, load
 from service import ResidentMemory, Service, running_service
 from tables import (
@@ -56,9 +57,11 @@ class Plan(NamedTuple):
     connections: tuple[int, ...] = (1, 4, 16, 64, 256, 512)
     workload_clients: tuple[int, ...] = (1, 16)
     small_clients: tuple[int, ...] = (2, 8)
+    flood: int = 64
+    rounds: int = 3
 
 
-QUICK: Final = Plan(0.1, 1, ("S",), (1, 4), (4**11,), (16,), (2,), (2,))
+QUICK: Final = Plan(0.1, 1, ("S",), (1, 4), (4**11,), (16,), (2,), (2,), 2, 1)
 LARGE_CLIENTS: Final = 2
 
 
@@ -239,9 +242,9 @@ def keys_in(body_bytes: int) -> int:
 
 
 def measure(plan: Plan) -> list[Table]:
-    """Measures everything: the first five tables on one service, the others on a new one.
+    """Measures everything: the first five tables on one service, the last two on a new one.
 
-    The memory that remains in the new service then belongs to the other tables.
+    The memory that remains in the new service then belongs to these tables.
     """
     first: Sequence[Measure] = (
         measure_one_client, measure_clients, measure_workloads, measure_small_beside_large,
@@ -249,6 +252,7 @@ def measure(plan: Plan) -> list[Table]:
     with running_service() as service:
         tables = [each(service, plan) for each in first]
         tables.append(measure_weights(service, plan.seconds, plan.clients))
+    tables.append(measure_fair_shares(plan.seconds, plan.flood, plan.rounds))
     with running_service() as service:
         _warm_up(service)
         return [*tables, measure_connections(service, plan), measure_body_sizes(service, plan)]

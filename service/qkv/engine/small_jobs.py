@@ -15,7 +15,7 @@ from qkv.jobs.job import Job
 
 __all__ = ["SmallJobs"]
 
-_COMPETING_JOBS: Final = 8  # that run in a turn while several tenants wait
+_COMPETING_JOBS: Final = 2  # that run in a turn while several tenants wait
 
 _WaitingJob = tuple[Job, "asyncio.Future[Result | None]"]
 
