@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import qkv
 from qkv.attention.variants import linear
 from qkv.models.substitution import SubstituteWarning
-from qkv.models.variant_function import VariantFunction
+from qkv.models.variants import VariantFunction
 from support.service import Server
 
 EPS = torch.finfo(torch.float32).eps
@@ -189,7 +189,7 @@ def test_wrong_choice_is_refused_before_the_model_runs(variants: Any, message: s
 def test_wrong_heads_are_refused_by_layer(heads: list[int]) -> None:
     model = Stack(1)
     with (
-        pytest.raises(qkv.QkvError, match=r"heads of 0 to 3 of layers\.0"),
+        pytest.raises(qkv.QkvError, match=r"0 to 3 in layers\.0"),
         qkv.substitute(model, {"variant": "linear", "heads": heads}),
     ):
         model(embeddings())
