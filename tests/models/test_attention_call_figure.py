@@ -79,6 +79,7 @@ def test_figure_of_a_long_sequence_is_computed_pooled(monkeypatch: pytest.Monkey
         ({"batch": 1}, "batch is invalid: got 1, expected 0 to 0"),
         ({"heads": [2]}, r"heads is invalid: got \[2\]"),
         ({"heads": []}, "heads is invalid"),
+        ({"heads": [1, 1]}, r"got \[1, 1\], expected different numbers of \[0, 1\] in layer\.0"),
         ({"heads": 1}, "heads is invalid: got 1, expected a list of integers"),
         ({"heads": [[1]]}, r"heads is invalid: got \[\[1\]\], expected a list of integers"),
         ({"tokens": ["a"]}, "tokens has the wrong length: got 1, expected 5"),

@@ -176,6 +176,7 @@ def test_mask_that_a_variant_does_not_take_is_refused_by_name() -> None:
         ("lineer", "lineer"),
         ({"layers.9": "linear"}, "no layer 'layers.9'"),
         ({"layers.0": {"variant": "linear", "head": [0]}}, "substitute is invalid"),
+        ({"variant": "linear", "heads": 3}, "heads is invalid: got 3, expected a list of integers"),
         ({"layers.0": {"variant": "taylor", "parameters": {"x": 1}}}, "no parameter 'x'"),
         ({}, "variants is invalid"),
     ],

@@ -140,8 +140,8 @@ class AttentionCall(ModelCall):
         from qkv.client.figures.run_figure import draw_run  # needs matplotlib
         from qkv.client.figures.tokens import choose_tokens
 
-        known = self.heads
-        chosen = choose_numbers("heads", known[:_DRAWN_HEADS] if heads is None else heads, known)
+        some = self.heads[:_DRAWN_HEADS] if heads is None else heads
+        chosen = choose_numbers("heads", some, self.heads, self.layer)
         single = _select(self, batch, chosen)
         parts = parts_of(single)
         if not parts:

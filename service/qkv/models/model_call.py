@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from operator import index
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from qkv.errors import InvalidContent
@@ -19,7 +18,6 @@ __all__ = [
     "Model",
     "ModelCall",
     "RunOriginal",
-    "as_four_axes",
     "choose_numbers",
     "select_heads",
     "to_numbers",
@@ -170,12 +168,3 @@ def choose_numbers(
             f"{expected}{place}"
         )
     return tuple(numbers)
-
-
-def as_four_axes(x: Tensor) -> Tensor:
-    """Returns a view with four axes: three are (B, L, D), and further ones are merged into B."""
-    if x.ndim == 4:
-        return x
-    if x.ndim > 4:
-        return torch.flatten(x, 0, x.ndim - 4)
-    return x[:, None] if x.ndim == 3 else x[None, None]
