@@ -59,7 +59,7 @@ data: {"index":0,"parameters":{},"variant":"softmax","length":256,"median_ms":1.
 
 """
 
-Cases = dict[str, tuple[str, dict[str, Any]]]
+Examples = dict[str, tuple[str, dict[str, Any]]]
 """By name: a summary and a request."""
 
 
@@ -73,9 +73,9 @@ def make_examples() -> dict[str, Any]:
     """Returns the examples of each operation: `request` and `response`, by name."""
     found: dict[str, Any] = {}
     with TestClient(create_app(Settings(device="cpu", threads=1))) as http:
-        for operation, path, cases in _operations(http):
+        for operation, path, examples in _operations(http):
             requests, responses = {}, {}
-            for name, (summary, body) in cases.items():
+            for name, (summary, body) in examples.items():
                 response = http.post(path, json=body)
                 assert response.status_code == 200, (path, name, response.text)
                 requests[name] = {"summary": summary, "value": body}
@@ -89,7 +89,7 @@ def make_examples() -> dict[str, Any]:
     return found
 
 
-def _operations(http: TestClient) -> Iterator[tuple[str, str, Cases]]:
+def _operations(http: TestClient) -> Iterator[tuple[str, str, Examples]]:
     """Yields each operation with examples: its id, its path, and its requests."""
     for variant in catalogue.variants().values():
         if (inputs := _inputs(variant)) is None:
@@ -109,37 +109,37 @@ def _operations(http: TestClient) -> Iterator[tuple[str, str, Cases]]:
     yield "v2_infer", "/v2/models/softmax/infer", {"lists": ("Three tensors", _inference())}
 
 
-def _runs(variant: Variant, inputs: Mapping[str, Any]) -> Cases:
-    cases: Cases = {
+def _runs(variant: Variant, inputs: Mapping[str, Any]) -> Examples:
+    examples: Examples = {
         "lists": ("Tensors as nested lists", {"inputs": inputs}),
         "base64": ("The same tensors as base64", _as_base64(inputs)),
     }
     if any(role in variant.inputs for role in ROLES):
-        cases["layer"] = ("Embeddings through a layer of two heads", _LAYERED)
+        examples["layer"] = ("Embeddings through a layer of two heads", _LAYERED)
     if "weights" in variant.outputs:
         largest = {"inputs": inputs, "weights": {"top_k": 1}}
-        cases["top_k"] = ("The largest weight of each row, and its key", largest)
+        examples["top_k"] = ("The largest weight of each row, and its key", largest)
         stats = {"inputs": inputs, "weights": "stats", "outputs": ["weights"]}
-        cases["stats"] = ("Statistics instead of the weights", stats)
+        examples["stats"] = ("Statistics instead of the weights", stats)
     if own := {n: v for n, v in _PARAMETERS.items() if n in variant.parameters.model_fields}:
         body = {"inputs": inputs, "parameters": own, "outputs": list(variant.outputs)}
-        cases["parameters"] = (f"With {', '.join(own)}", body)
-    return cases
+        examples["parameters"] = (f"With {', '.join(own)}", body)
+    return examples
 
 
-def _gradients(variant: Variant, inputs: Mapping[str, Any]) -> Cases:
-    cases: Cases = {
+def _gradients(variant: Variant, inputs: Mapping[str, Any]) -> Examples:
+    examples: Examples = {
         "lists": ("Tensors as nested lists", {"inputs": inputs}),
         "base64": ("The same tensors as base64", _as_base64(inputs)),
     }
     if any(role in variant.inputs for role in ROLES):
         embeddings = {"x": _EMBEDDINGS, "grad_output": _alternating_integers((3, 2))}
         body = {"inputs": embeddings, "layer": _LAYER}
-        cases["layer"] = ("Embeddings through a layer of two heads", body)
-    return cases
+        examples["layer"] = ("Embeddings through a layer of two heads", body)
+    return examples
 
 
-def _conversions(http: TestClient, output: Any) -> Cases:
+def _conversions(http: TestClient, output: Any) -> Examples:
     plain: dict[str, Any] = {"from": "v2", "to": "v1", "tensors": _WEIGHTS}
     back = {
         "from": "v1",
@@ -157,7 +157,7 @@ def _conversions(http: TestClient, output: Any) -> Cases:
     }
 
 
-def _comparisons() -> Cases:
+def _comparisons() -> Examples:
     inputs, heads = (dict.fromkeys(_INPUTS, x) for x in (_EMBEDDINGS, [_HEADS]))
     causal = {"parameters": {"causal": True}}
     chosen = {
@@ -185,7 +185,7 @@ def _shapes() -> dict[str, Any]:
     return {"shapes": shapes | {"model.norm.weight": [2048]}}
 
 
-def _verifications(http: TestClient) -> Cases:
+def _verifications(http: TestClient) -> Examples:
     sizes = {"B": 1, "H": 1, "L": 2, "S": 2, "D": 2}
     draw = {"family": "normal", "seed": 1, "sizes": sizes, "parameters": {"causal": True}}
     drawn = http.post("/v1/verify/softmax", json=draw).json()

@@ -71,7 +71,7 @@ class Oracle:
             **options: of `verify`, with parameters of the variant. They replace the marker's.
 
         Raises:
-            AssertionError: the report has a failed case, or no case ran; its text is the message.
+            AssertionError: the report has a failed check, or no check ran; its text is the message.
             QkvError: the variant or an option is invalid.
         """
         __tracebackhide__ = True
@@ -166,18 +166,18 @@ def _find_refusal(
     """
     from qkv.testing import verify
 
-    ran, dtype = [case for case in report.cases if not case.not_run], options["dtype"]
-    if not ran or not all(case.problem for case in ran):
+    ran, dtype = [check for check in report.checks if not check.not_run], options["dtype"]
+    if not ran or not all(check.problem for check in ran):
         return ""
     every = verify(function, variant, **options | {"dtype": None, "gradients": False})
-    if any(not case.not_run for case in every.cases if case.dtype == dtype):
+    if any(not check.not_run for check in every.checks if check.dtype == dtype):
         return ""
     return f"{dtype} is not taken: {_first_line(ran[0].problem)}"
 
 
 def _summarize(report: Report) -> str:
     """Returns the verdict in one line, which begins with what is not cut in a narrow terminal."""
-    ran = sum(not case.not_run for case in report.cases)
+    ran = sum(not check.not_run for check in report.checks)
     failures = report.failures
     if report.diagnosis:
         reason = f"looks like {', '.join(report.diagnosis)}"
@@ -187,7 +187,7 @@ def _summarize(report: Report) -> str:
         reason = f"{failures[0].units:.2g} times the budget ({failures[0].name})"
     else:
         reason = report.not_run[-1].not_run if report.not_run else "no inputs"
-    count = f"{len(failures)} of {ran} cases failed" if ran else "no case ran"
+    count = f"{len(failures)} of {ran} checks failed" if ran else "no check ran"
     return f"{reason}; {report.variant}: {count}"
 
 

@@ -40,14 +40,14 @@ def test_output_of_qkv_passes_in_every_format(
     case, mine = write_case(tmp_path, *words, suffix=case_suffix), tmp_path / f"mine{suffix}"
     stdout_of("attend", "softmax", case, "-o", mine, "--local")
     printed = stdout_of("verify", "softmax", case, mine)
-    assert printed.startswith(f"{mine} as softmax: passed, 0 of 1 cases failed (seed 7)\n")
+    assert printed.startswith(f"{mine} as softmax: passed, 0 of 1 checks failed (seed 7)\n")
 
 
 def test_backward_pass_is_judged_too(tmp_path: Path) -> None:
     case, mine = write_case(tmp_path), tmp_path / "mine.safetensors"
     results = right_results()
     safetensors.numpy.save_file(results, mine)
-    assert "0 of 4 cases failed" in stdout_of("verify", "softmax", case, mine)
+    assert "0 of 4 checks failed" in stdout_of("verify", "softmax", case, mine)
     results["grad_query"] *= 2
     safetensors.numpy.save_file(results, mine)
     done = invoke("verify", "softmax", case, mine)
@@ -61,7 +61,7 @@ def test_failed_report_is_on_stdout_with_status_1(tmp_path: Path) -> None:
     done = invoke("verify", "softmax", case, mine)
     assert done.exit_code == 1
     assert done.stderr == ""
-    assert done.stdout.startswith(f"{mine} as softmax, scale=0.25: FAILED, 1 of 1 cases failed")
+    assert done.stdout.startswith(f"{mine} as softmax, scale=0.25: FAILED, 1 of 1 checks failed")
     assert "  looks like: scale-missing\n" in done.stdout
     report = json.loads(invoke("verify", "softmax", case, mine, "--json").stdout)
     assert report["diagnosis"] == ["scale-missing"]

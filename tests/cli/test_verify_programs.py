@@ -26,7 +26,7 @@ QUICK = ("--dtype", "float32", "--families", "normal,more keys")
 def test_right_kernel_passes(kernel: Command) -> None:
     words = ("verify", "--exec", kernel(), "softmax", *QUICK, "-p", "causal=true", "--seed", 7)
     first, second = stdout_of(*words).splitlines()
-    assert first.endswith("as softmax, causal=True: passed, 0 of 2 cases failed (seed 7)")
+    assert first.endswith("as softmax, causal=True: passed, 0 of 2 checks failed (seed 7)")
     assert second.startswith("  largest error: ")
 
 
@@ -51,8 +51,8 @@ def test_wrong_kernel_fails_with_the_bug_and_a_command_for_its_inputs(
     run = kernel("causal-off-by-one").format(**{"in": case, "out": mine})
     subprocess.run(shlex.split(run), check=True)
     alone = json.loads(invoke("verify", "softmax", case, mine, "--json").stdout)
-    (found,) = alone["cases"]
-    assert found in report["cases"]
+    (found,) = alone["checks"]
+    assert found in report["checks"]
     assert found["family"] in lines[2]
 
 

@@ -67,7 +67,7 @@ def test_head_that_a_layer_lacks_is_an_error_by_name() -> None:
     model = build("llama", "sdpa")
     state = state_of(model)
     with (
-        pytest.raises(InvalidContent, match=r"0 to 3 of model.layers.0.self_attn"),
+        pytest.raises(InvalidContent, match=r"0 to 3 in model.layers.0.self_attn"),
         qkv.capture(model, heads=[4]),
     ):
         run_model(model, FAMILIES["llama"].batch())

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import qkv
 from qkv.attention.variants import linear
 from qkv.models.substitution import SubstituteWarning
-from qkv.models.variant_function import VariantFunction
+from qkv.models.variants import VariantFunction
 from support.service import Server
 
 EPS = torch.finfo(torch.float32).eps
@@ -176,6 +176,7 @@ def test_mask_that_a_variant_does_not_take_is_refused_by_name() -> None:
         ("lineer", "lineer"),
         ({"layers.9": "linear"}, "no layer 'layers.9'"),
         ({"layers.0": {"variant": "linear", "head": [0]}}, "substitute is invalid"),
+        ({"variant": "linear", "heads": 3}, "heads is invalid: got 3, expected a list of integers"),
         ({"layers.0": {"variant": "taylor", "parameters": {"x": 1}}}, "no parameter 'x'"),
         ({}, "variants is invalid"),
     ],
@@ -189,7 +190,7 @@ def test_wrong_choice_is_refused_before_the_model_runs(variants: Any, message: s
 def test_wrong_heads_are_refused_by_layer(heads: list[int]) -> None:
     model = Stack(1)
     with (
-        pytest.raises(qkv.QkvError, match=r"heads of 0 to 3 of layers\.0"),
+        pytest.raises(qkv.QkvError, match=r"0 to 3 in layers\.0"),
         qkv.substitute(model, {"variant": "linear", "heads": heads}),
     ):
         model(embeddings())

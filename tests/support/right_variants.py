@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qkv.attention.catalogue import find
-from qkv.models.variant_function import VariantFunction
+from qkv.models.variants import VariantFunction
 from support.flash_kernel import Attention
 
 __all__ = ["RIGHT_VARIANTS", "of_the_service"]

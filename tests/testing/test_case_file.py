@@ -178,7 +178,7 @@ def test_random_damage_gives_a_report_or_one_error() -> None:
             refused += 1
             continue
         results = {n: torch.zeros(shape) for n, shape in expected_shapes(call).items()}
-        judged += bool(judge(call, results, family=spec.family).cases)
+        judged += bool(judge(call, results, family=spec.family).checks)
     assert judged
     assert refused
 

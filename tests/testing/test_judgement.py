@@ -28,7 +28,7 @@ def test_right_results_of_every_variant_pass(variant: str) -> None:
     results = right_results(call)
     report = judge(call, results, family="normal")
     assert report.passed
-    assert [case.result for case in report.cases] == [n.replace("_", " ") for n in results]
+    assert [check.result for check in report.checks] == [n.replace("_", " ") for n in results]
     assert judge(call, {"output": results["output"]}, family="normal").passed
 
 
@@ -38,15 +38,15 @@ def test_wrong_results_fail_with_a_diagnosis() -> None:
     report = judge(call, wrong, family="large", seed=3, function="mine")
     assert not report.passed
     assert report.diagnosis == ["scale-missing"]
-    assert str(report).startswith("mine as softmax: FAILED, 4 of 4 cases failed (seed 3)")
+    assert str(report).startswith("mine as softmax: FAILED, 4 of 4 checks failed (seed 3)")
 
 
 def test_wrong_gradient_alone_fails() -> None:
     call = CaseSpec("softmax").draw()
     results = right_results(call)
     results["grad_key"] = -results["grad_key"]
-    (case,) = judge(call, results, family="normal").failures
-    assert case.result == "grad key"
+    (check,) = judge(call, results, family="normal").failures
+    assert check.result == "grad key"
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
@@ -54,8 +54,8 @@ def test_result_that_is_not_finite_fails(number: float) -> None:
     call = CaseSpec("softmax").draw()
     results = right_results(call)
     results["output"][1, 2, 3, 4] = number
-    (case,) = judge(call, results, family="normal").failures
-    assert case.worst == (1, 2, 3, 4)
+    (check,) = judge(call, results, family="normal").failures
+    assert check.worst == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(

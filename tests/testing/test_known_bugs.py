@@ -113,7 +113,7 @@ def test_gradients_are_not_explained_by_bugs_that_change_nothing() -> None:
         return output
 
     report = verify(attend, "softmax", dtype="float16", families=["large"], seed=3, softcap=5.0)
-    assert {case.result for case in report.failures} >= {"grad query"}
+    assert {check.result for check in report.failures} >= {"grad query"}
     assert not report.diagnosis, report
 
 

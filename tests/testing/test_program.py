@@ -39,8 +39,8 @@ def test_right_kernel_of_another_language_passes(kernel: Command) -> None:
     assert verify(kernel(), causal=True, dtype="float32", families=["normal", "large"]).passed
     report = verify(kernel())
     assert report.passed, report
-    assert {case.dtype for case in report.cases if case.passed} == {"float32"}
-    reasons = {case.family: case.not_run for case in report.not_run if case.dtype == "float32"}
+    assert {check.dtype for check in report.checks if check.passed} == {"float32"}
+    reasons = {check.family: check.not_run for check in report.not_run if check.dtype == "float32"}
     assert reasons["mask"] == "no mask"
     assert reasons["padding"] == "no key_lengths"
     assert "  not run: bfloat16, float16, float64: float32 only\n" in str(report)
@@ -57,7 +57,7 @@ def test_bug_of_a_kernel_of_another_language_is_named(kernel: Command, bug: str)
 def test_dtype_that_is_not_taken_did_not_run(kernel: Command) -> None:
     report = verify(kernel(), dtype="float64", families=["normal"])
     assert not report.passed
-    assert "no case ran" in str(report)
+    assert "no check ran" in str(report)
 
 
 @pytest.mark.parametrize(

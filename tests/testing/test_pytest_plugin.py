@@ -45,7 +45,7 @@ def test_call_without_marker_checks_several_dtypes_in_one_test(run: Run) -> None
     test = """
 def test_it(qkv_oracle):
     report = qkv_oracle(right, "softmax", causal=True, dtype=["float32", "float16"], **QUICK)
-    assert {case.dtype for case in report.cases} == {"float32", "float16"}
+    assert {check.dtype for check in report.checks} == {"float32", "float16"}
     assert report.parameters == {"causal": True}
 """
     result = run(test, "-v")
@@ -69,7 +69,7 @@ class TestKernel:
         report = qkv_oracle(right, causal=True, seed=4)
         assert (report.variant, dict(report.parameters), report.seed) == (
             "softmax", {"causal": True}, 4)
-        assert {case.family for case in report.cases} == {"normal"}
+        assert {check.family for check in report.checks} == {"normal"}
         assert qkv_oracle.verify(right).seed == 3
         assert qkv_oracle.verify(right, "sigmoid").variant == "sigmoid"
 """

@@ -24,7 +24,7 @@ def test_failure_shows_the_report_once_and_no_code_of_qkv(run: Run) -> None:
         (line,) = summary(result)
         report = text.removesuffix(text.partition(line)[1] + text.partition(line)[2])
         assert re.search(r"^E +looks like: scale-missing$", report, re.MULTILINE)
-        assert report.count("unscaled as softmax: FAILED, 1 of 1 cases failed (seed 0)") == 1
+        assert report.count("unscaled as softmax: FAILED, 1 of 1 checks failed (seed 0)") == 1
         assert report.count("looks like") == 1
         assert "qkv_oracle(unscaled)" in report
         assert "qkv_pytest.py" not in text
@@ -34,10 +34,10 @@ def test_failure_shows_the_report_once_and_no_code_of_qkv(run: Run) -> None:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        ("unscaled", "looks like scale-missing; softmax: 1 of 1 cases failed"),
-        ("broken", "raises RuntimeError: broken; softmax: 1 of 1 cases failed"),
-        ("twice", r"[\d.e+]+ times the budget \(normal, float32, output\); softmax: 1 of 1 cases"),
-        ("without_causal", "the function does not take 'causal'; softmax: no case ran"),
+        ("unscaled", "looks like scale-missing; softmax: 1 of 1 checks failed"),
+        ("broken", "raises RuntimeError: broken; softmax: 1 of 1 checks failed"),
+        ("twice", r"[\d.e+]+ times the budget \(normal, float32, output\); softmax: 1 of 1 checks"),
+        ("without_causal", "the function does not take 'causal'; softmax: no check ran"),
     ],
 )
 def test_line_of_a_failure_begins_with_the_reason(run: Run, function: str, reason: str) -> None:
@@ -79,7 +79,7 @@ def test_xdist_and_junitxml_have_the_line_of_the_failure(run: Run, pytester: Any
     words = ("-p", "xdist", "-n", "1", "--junitxml=junit.xml")
     result = run(test, *words, where="subprocess")
     result.assert_outcomes(failed=2)
-    wanted = "qkv: looks like scale-missing; softmax: 1 of 1 cases failed"
+    wanted = "qkv: looks like scale-missing; softmax: 1 of 1 checks failed"
     assert all(" - qkv: looks like scale-missing; softmax" in line for line in summary(result))
     failures = list(ElementTree.parse(pytester.path / "junit.xml").iter("failure"))
     assert [failure.get("message") for failure in failures] == [wanted] * 2

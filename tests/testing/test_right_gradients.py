@@ -16,7 +16,7 @@ def test_right_function_with_gradients_passes_and_is_not_accused(seed: int) -> N
     draw = RightDraw.of(seed)
     report = draw.verify(family_count=5)
     assert report.passed, (draw, report)
-    assert {case.result for case in report.cases if case.passed} > {"output"}
+    assert {check.result for check in report.checks if check.passed} > {"output"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -25,5 +25,5 @@ def test_wrong_gradient_is_found(variant: str, name: str, dtype: str) -> None:
     function = WRONG_GRADIENTS[variant, name]
     options: dict[str, Any] = {"dtype": dtype, "families": ["normal", "odd sizes", "grouped heads"]}
     report = verify(function, variant, gradients=True, **options)
-    assert any(case.result != "output" for case in report.failures), report
+    assert any(check.result != "output" for check in report.failures), report
     assert verify(function, variant, gradients=False, **options).passed

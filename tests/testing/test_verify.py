@@ -47,11 +47,11 @@ def test_drawn_projections_have_the_rank_of_the_parameter() -> None:
 def test_right_function_passes_in_every_dtype_with_gradients() -> None:
     report = verify(flash_kernel(), "softmax")
     assert report.passed
-    ran = {case.dtype for case in report.cases if case.passed}
+    ran = {check.dtype for check in report.checks if check.passed}
     assert ran == {"float32", "bfloat16", "float16", "float64"}
-    results = {case.result for case in report.cases if case.passed}
+    results = {check.result for check in report.checks if check.passed}
     assert results == {"output", "grad query", "grad key", "grad value"}
-    assert {case.family for case in report.cases} == {
+    assert {check.family for check in report.checks} == {
         name for name, family in FAMILIES.items() if not family.is_strict
     }
 
@@ -69,15 +69,15 @@ def test_report_states_worst_index_and_numbers() -> None:
         return output
 
     report = verify(off_by_one_number, "softmax", **QUICK)
-    (case,) = report.cases
-    assert case.worst == (1, 2, 3, 4)
-    assert case.error == pytest.approx(1, abs=1e-5)
-    assert case.got == pytest.approx(case.expected + 1, abs=1e-5)
-    assert case.units == case.error / case.budget > 1
-    assert case.cosine is not None
-    assert case.cosine < 1
-    assert case.torch_units is not None
-    assert case.torch_units <= 1
+    (check,) = report.checks
+    assert check.worst == (1, 2, 3, 4)
+    assert check.error == pytest.approx(1, abs=1e-5)
+    assert check.got == pytest.approx(check.expected + 1, abs=1e-5)
+    assert check.units == check.error / check.budget > 1
+    assert check.cosine is not None
+    assert check.cosine < 1
+    assert check.torch_units is not None
+    assert check.torch_units <= 1
     assert not report.diagnosis
 
 
@@ -88,13 +88,13 @@ def test_same_seed_gives_the_same_report() -> None:
         for seed in (0, 0, 1)
     )
     assert first == second
-    assert first["cases"] != other["cases"]
+    assert first["checks"] != other["checks"]
 
 
 def test_function_is_not_run_on_families_with_keywords_that_it_lacks() -> None:
     report = verify(plain, "softmax", dtype="float32", skip=["grouped heads"], gradients=False)
     assert report.passed
-    reasons = {case.family: case.not_run for case in report.not_run}
+    reasons = {check.family: check.not_run for check in report.not_run}
     assert reasons == {
         "grouped heads": "skipped on request",
         "mask": "the function does not take 'mask'",
@@ -105,7 +105,7 @@ def test_function_is_not_run_on_families_with_keywords_that_it_lacks() -> None:
 def test_report_does_not_pass_if_no_case_ran() -> None:
     report = verify(plain, "softmax", causal=True, dtype="float32")
     assert not report.passed
-    assert "no case ran" in str(report)
+    assert "no check ran" in str(report)
 
 
 def modifies(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def modifies(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_fault_is_named(function: Any, problem: str) -> None:
     report = verify(function, "softmax", **QUICK)
     assert not report.passed
-    assert report.cases[0].problem.startswith(problem)
+    assert report.checks[0].problem.startswith(problem)
 
 
 def test_dtype_that_always_raises_is_not_run() -> None:
@@ -139,7 +139,7 @@ def test_dtype_that_always_raises_is_not_run() -> None:
     families = ["normal", "large"]
     report = verify(only_float32, "softmax", families=families, gradients=False)
     assert report.passed
-    assert {case.dtype for case in report.not_run} == {"bfloat16", "float16", "float64"}
+    assert {check.dtype for check in report.not_run} == {"bfloat16", "float16", "float64"}
     assert not verify(only_float32, "softmax", dtype="bfloat16", families=families).passed
 
 
@@ -163,7 +163,7 @@ def test_wrong_gradient_fails_and_is_named() -> None:
         return result
 
     report = verify(function, "softmax", dtype="float32", families=["normal", "one query"])
-    assert {case.result for case in report.failures} == {"grad query", "grad key", "grad value"}
+    assert {check.result for check in report.failures} == {"grad query", "grad key", "grad value"}
     assert report.diagnosis[0] == "scale-missing"
     assert verify(function, "softmax", dtype="float32", families=["normal"], gradients=False).passed
 
@@ -187,7 +187,7 @@ def test_strict_families_check_rows_that_see_nothing_and_nan() -> None:
     strict = [name for name, family in FAMILIES.items() if family.is_strict]
     options: dict[str, Any] = {"dtype": "float32", "gradients": False, "strict": True}
     report = verify(flash_kernel("nan-from-padding", "nan-from-masked-row"), "softmax", **options)
-    failed = {case.family for case in report.failures}
+    failed = {check.family for check in report.failures}
     assert {"blind mask", "blind padding", "nan behind mask", "nan in padding"} <= failed
     assert failed <= set(strict)
     assert verify(flash_kernel("nan-from-masked-row"), "softmax", dtype="float32").passed
@@ -259,10 +259,10 @@ def test_report_as_text_json_and_html() -> None:
     assert fields["passed"] is False
     assert fields["diagnosis"] == ["scale-missing"]
     assert {"family", "dtype", "worst", "expected", "got", "cosine", "units"} <= set(
-        fields["cases"][0]
+        fields["checks"][0]
     )
     html = report._repr_html_()
-    assert html.count("<tr>") == len(report.cases) + 1
+    assert html.count("<tr>") == len(report.checks) + 1
     assert html.count("<img") == 1
     heads, plane = panels(report.figure())
     worst = report.failures[0]

@@ -19,7 +19,7 @@ from qkv.jobs.fields import INTEGER, field_error
 from qkv.testing.call import Call
 from qkv.testing.case_file import GRAD_OUTPUT, CaseFile, read_results
 from qkv.testing.case_spec import CaseSpec, input_digest
-from qkv.testing.cases import Case
+from qkv.testing.check import Check
 from qkv.testing.judgement import check_shapes, judge
 from qkv.wire.message import Message
 
@@ -31,11 +31,11 @@ FIGURES: Final = (
     "passed", "error", "budget", "units", "worst_index", "expected", "got", "cosine",
     "torch_error", "torch_units",
 )  # fmt: skip
-"""The figures of each result in a verdict, as `Case` has them."""
+"""The figures of each result in a verdict, as `Check` has them."""
 
 _CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 _DRAWN_SEEDS: Final = 2**53  # every JSON parser reads them exactly
-_NAMES: Final = {"worst_index": "worst"}  # of figures that have another name in `Case`
+_NAMES: Final = {"worst_index": "worst"}  # of figures that have another name in `Check`
 _WORDS: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # as in tensors
 
 
@@ -156,8 +156,8 @@ def judge_case(variant: str, message: Message) -> dict[str, Any]:
     check_shapes(call, {n: x.shape for n, x in message.tensors.items()})
     results = read_results(message, call)
     report = judge(call, results, family=spec.family, seed=spec.seed)
-    verdicts = {c.result.replace(" ", "_"): _figures(c) for c in report.cases}
-    worst = max(report.cases, key=lambda c: c.units)
+    verdicts = {c.result.replace(" ", "_"): _figures(c) for c in report.checks}
+    worst = max(report.checks, key=lambda c: c.units)
     name = worst.result.replace(" ", "_")
     whole = {"passed": report.passed, "diagnosis": list(report.diagnosis), "result": name}
     return {**verdicts[name], **whole, "results": verdicts}
@@ -191,8 +191,8 @@ def _redraw(variant: str, case: CaseFields) -> tuple[CaseSpec, Call]:
     return spec, call
 
 
-def _figures(case: Case) -> dict[str, Any]:
-    values = {name: getattr(case, _NAMES.get(name, name)) for name in FIGURES}
+def _figures(check: Check) -> dict[str, Any]:
+    values = {name: getattr(check, _NAMES.get(name, name)) for name in FIGURES}
     return {
         name: _WORDS[str(x)] if isinstance(x, float) and not math.isfinite(x) else x
         for name, x in values.items()

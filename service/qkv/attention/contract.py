@@ -254,12 +254,12 @@ def _hard_inputs(variant: Variant) -> str | None:
                 wide = output_of(variant, {n: to_float64(t) for n, t in hard.items()})
                 fits = wide.abs() <= torch.finfo(dtype).max / 4  # false of NaN and infinity
                 if not bool((output.isfinite() | ~fits).all()) or not bool(wide.isfinite().all()):
-                    case = f"{title} in {_short(dtype)} give NaN or infinity"
+                    problem = f"{title} in {_short(dtype)} give NaN or infinity"
                     if dtype == score_dtype(dtype):
                         raise Violation(
-                            f"{case}: before exp, subtract the largest score; do not divide by 0"
+                            f"{problem}: before exp, subtract the largest score; do not divide by 0"
                         )
-                    remarks.append(case)
+                    remarks.append(problem)
     return "; ".join(dict.fromkeys(remarks)) or None
 
 

@@ -36,7 +36,7 @@ from qkv.wire import json
 from qkv.wire.message import Message
 
 if TYPE_CHECKING:
-    from qkv.testing import Case, Report
+    from qkv.testing import Check, Report
     from qkv.testing.call import Call
     from qkv.testing.case_spec import CaseSpec
     from qkv.testing.function_runner import Outcome
@@ -107,7 +107,7 @@ def verify(
     With --exec, a program is run on each dtype and family, without a shell. Parameters given with
     -p are in the cases. A program that does not take a case exits with status 77.
 
-    The exit status is 0 if all cases passed, 1 if one failed or none ran.
+    The exit status is 0 if all checks passed, 1 if one failed or none ran.
 
     \b
     qkv verify softmax case.safetensors mine.safetensors
@@ -223,10 +223,10 @@ def _exit_on_stop_signals() -> Iterator[None]:
 
 
 def _oracle_command(
-    case: Case, variant: str, parameters: tuple[str, ...], options: dict[str, Any]
+    check: Check, variant: str, parameters: tuple[str, ...], options: dict[str, Any]
 ) -> str:
-    """Returns the command that writes the inputs of a case."""
-    words = ["qkv", "oracle", variant, "--family", case.family, "--dtype", case.dtype]
+    """Returns the command that writes the inputs of a check."""
+    words = ["qkv", "oracle", variant, "--family", check.family, "--dtype", check.dtype]
     if options["seed"]:
         words += ["--seed", str(options["seed"])]
     if sizes := options["sizes"]:

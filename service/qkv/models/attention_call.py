@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
 from qkv.client.client import Client
 from qkv.client.results import Run
-from qkv.models.model_call import ModelCall
-from qkv.models.variant_signature import VariantSignature, variant_run
+from qkv.errors import InvalidContent
+from qkv.models.masks import is_self_attention, parts_of
+from qkv.models.model_call import ModelCall, choose_numbers, select_heads
+from qkv.models.variants import VariantSignature, variant_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from qkv.client.figures.tokens import Tokens
 
 __all__ = ["AttentionCall"]
+
+_DRAWN_HEADS: Final = 16  # by default
+_LONG: Final = 1024  # queries or keys, beyond which weights are pooled
+_POOLED: Final = {"pool": 128}
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -131,13 +137,44 @@ class AttentionCall(ModelCall):
             QkvError: as for `weights`, or there is no such sequence or head.
             ValueError, ModuleNotFoundError: as for `Run.figure`.
         """
-        from qkv.models.call_figure import draw_call  # needs matplotlib
+        from qkv.client.figures.run_figure import draw_run  # needs matplotlib
+        from qkv.client.figures.tokens import choose_tokens
 
-        return draw_call(
-            self, self.heads, tokens=tokens, key_tokens=key_tokens, batch=batch, heads=heads,
-            variant=variant, weights=weights, shared_scale=shared_scale, title=title, ax=ax,
-            client=client, parameters=parameters,
-        )  # fmt: skip
+        some = self.heads[:_DRAWN_HEADS] if heads is None else heads
+        chosen = choose_numbers("heads", some, self.heads, self.layer)
+        single = _select(self, batch, chosen)
+        parts = parts_of(single)
+        if not parts:
+            raise InvalidContent(f"sequence {batch} of {self.layer} is all padding")
+        (part,) = parts
+        B, _, L, _ = self.query.shape
+        S = self.key.shape[2]
+        if key_tokens is None and L == S and is_self_attention(self):
+            key_tokens = tokens
+        query_labels = choose_tokens("tokens", tokens, batch, B)
+        key_labels = choose_tokens("key_tokens", key_tokens, batch, B)
+        if weights is None:
+            weights = _POOLED if tokens is None and max(L, S) > _LONG else "full"
+        arguments = VariantSignature.find(variant, client).arguments(single, part)
+        run = variant_run(
+            variant,
+            {**arguments, **parameters},
+            outputs=["weights"],
+            weights=weights,
+            client=client,
+        )
+        return draw_run(
+            run.outputs,
+            run.form,
+            subject=run.variant,
+            tokens=_tokens_at("tokens", query_labels, part.queries, L),
+            key_tokens=_tokens_at("key_tokens", key_labels, part.keys, S),
+            heads=range(len(chosen)),
+            head_names=chosen,
+            shared_scale=shared_scale,
+            title=_title(self.layer, variant, chosen) if title is None else title,
+            ax=ax,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -151,3 +188,43 @@ class AttentionCall(ModelCall):
         S = self.key.shape[2]
         dtype = str(self.query.dtype).removeprefix("torch.")
         return f"AttentionCall({self.layer!r}, {B=}, {H=}, {L=}, {S=}, {D=}, {dtype})"
+
+
+def _title(layer: str, variant: str, heads: tuple[int, ...]) -> str:
+    """Returns the default title of a figure; it names the heads if they are not the first ones."""
+    title = f"{layer}, {variant}"
+    if heads == tuple(range(len(heads))):
+        return title
+    return f"{title}, heads {', '.join(map(str, heads))}"
+
+
+def _select(call: AttentionCall, batch: int, heads: tuple[int, ...]) -> ModelCall:
+    """Returns these heads of one sequence of a call.
+
+    Raises:
+        InvalidContent: the call has no such sequence.
+    """
+    B = len(call.query)
+    if not B:
+        raise InvalidContent(f"{call.layer} has no sequences: expected at least one to draw")
+    if not 0 <= batch < B:
+        raise InvalidContent(f"batch is invalid: got {batch}, expected 0 to {B - 1}")
+    index = [call.heads.index(head) for head in heads]
+    return select_heads(call, index, slice(batch, batch + 1))
+
+
+def _tokens_at(
+    name: str, tokens: Sequence[str] | None, positions: Tensor | None, length: int
+) -> list[str] | None:
+    """Returns the tokens at the positions that are no padding.
+
+    Raises:
+        InvalidContent: their number is not the length of the sequence.
+    """
+    if tokens is None:
+        return None
+    if len(tokens) != length:
+        raise InvalidContent(
+            f"{name} has the wrong length: got {len(tokens)}, expected {length}, with padding"
+        )
+    return list(tokens) if positions is None else [tokens[n] for n in positions.tolist()]

@@ -12,13 +12,13 @@ from qkv.client.client import Client
 from qkv.client.request_builders import Choice
 from qkv.errors import InvalidContent
 from qkv.models.attention_call import AttentionCall
-from qkv.models.call_chain import choose_calls
 from qkv.models.call_files import load_file, save_file
-from qkv.models.comparing import PieceResults, compare_calls
+from qkv.models.comparison import PieceResults, compare_calls
 from qkv.models.head_comparison import HeadComparison
 from qkv.models.model_call import Missed
 from qkv.models.received import Received, received_mass
 from qkv.models.rollout import rollout_of
+from qkv.models.selection import choose_calls
 
 __all__ = ["Calls"]
 

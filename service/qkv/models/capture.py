@@ -16,9 +16,9 @@ from qkv.errors import InvalidContent
 from qkv.models.attention_call import AttentionCall
 from qkv.models.calls import Calls
 from qkv.models.interceptor import Interceptor
-from qkv.models.model_call import CallOutput, Missed, ModelCall, RunOriginal
-from qkv.models.recomputation import is_recomputed
-from qkv.models.selection import is_selected
+from qkv.models.model_call import CallOutput, Missed, ModelCall, RunOriginal, choose_numbers
+from qkv.models.running_modules import is_recomputed
+from qkv.models.selection import check_layers_exist, is_selected
 
 __all__ = ["MAX_BYTES", "CaptureWarning", "capture"]
 
@@ -77,10 +77,7 @@ def _check(model: nn.Module, layers: Collection[str] | None, heads: Sequence[int
     """Raises InvalidContent if a layer does not exist, or if `heads` are no numbers of heads."""
     if isinstance(layers, str):
         raise InvalidContent(f"layers is invalid: got {layers!r}, expected a list of names")
-    names = [name for name, _ in model.named_modules()]
-    for pattern in layers or ():
-        if not any(is_selected(name, pattern) for name in names):
-            raise InvalidContent(f"the model has no layer {pattern!r:.80}")
+    check_layers_exist(model, layers or ())
     if heads is None:
         return
     if not len(heads) or any(type(head) is not int or head < 0 for head in heads):
@@ -138,14 +135,9 @@ class _Recorder:
             self._note(Missed(call.layer, reason))
             return
         H, G = call.query.shape[1], call.key.shape[1]
-        every = tuple(range(H))
-        heads = every if self._heads is None else tuple(self._heads)
-        if any(head >= H for head in heads):
-            raise InvalidContent(
-                f"heads is invalid: got {list(heads)}, expected heads of 0 to {H - 1} of "
-                f"{call.layer}"
-            )
-        key_heads = tuple(range(G)) if heads == every else tuple(h * G // H for h in heads)
+        heads = choose_numbers("heads", self._heads, range(H), call.layer)
+        is_every = heads == tuple(range(H))
+        key_heads = tuple(range(G)) if is_every else tuple(h * G // H for h in heads)
         wanted = (call.query, heads), (call.key, key_heads), (call.value, key_heads)
         sinks = None if call.sinks is None else call.sinks.detach()[list(heads)].cpu()
         mask = None if call.mask is None else self._copy_mask(call.mask, heads)

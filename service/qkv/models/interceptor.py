@@ -14,8 +14,13 @@ from torch import nn
 
 from qkv.models import sdpa_calls, torch_modules, transformers_calls
 from qkv.models.model_call import Handler
-from qkv.models.recomputation import is_recomputed
-from qkv.models.running_modules import RunningModule, enter_module, report_miss, without_mode
+from qkv.models.running_modules import (
+    RunningModule,
+    enter_module,
+    is_recomputed,
+    report_miss,
+    without_mode,
+)
 from qkv.models.selection import is_selected
 from qkv.models.token_places import enter, following, leave
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import index
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import torch
 from torch import Tensor, nn
+
+from qkv.errors import InvalidContent
 
 __all__ = [
     "CallOutput",
@@ -16,8 +18,9 @@ __all__ = [
     "Model",
     "ModelCall",
     "RunOriginal",
-    "as_four_axes",
+    "choose_numbers",
     "select_heads",
+    "to_numbers",
 ]
 
 Model: TypeAlias = nn.Module
@@ -126,10 +129,42 @@ def select_heads(call: ModelCall, heads: Sequence[int], items: slice = slice(Non
     return ModelCall(**record)
 
 
-def as_four_axes(x: Tensor) -> Tensor:
-    """Returns a view with four axes: three are (B, L, D), and further ones are merged into B."""
-    if x.ndim == 4:
-        return x
-    if x.ndim > 4:
-        return torch.flatten(x, 0, x.ndim - 4)
-    return x[:, None] if x.ndim == 3 else x[None, None]
+def to_numbers(name: str, values: Iterable[int]) -> list[int]:
+    """Returns integers as a list.
+
+    Raises:
+        InvalidContent: they are no integers.
+    """
+    try:
+        numbers = list(values)
+        if not any(isinstance(n, bool) for n in numbers):
+            return [index(n) for n in numbers]
+    except TypeError:
+        pass  # no list, or no integers
+    raise InvalidContent(f"{name} is invalid: got {values!r:.80}, expected a list of integers")
+
+
+def choose_numbers(
+    name: str, values: Iterable[int] | None, known: Sequence[int], layer: str = ""
+) -> tuple[int, ...]:
+    """Returns chosen numbers, such as those of heads.
+
+    Args:
+        name: of the argument, for errors.
+        values: different numbers; None: all that are known.
+        known: the numbers that exist.
+        layer: the layer that has them, for errors.
+
+    Raises:
+        InvalidContent: there are none, one is repeated, or one is not known.
+    """
+    numbers = list(known) if values is None else to_numbers(name, values)
+    is_known = all(number in known for number in numbers)
+    if not numbers or not is_known or len(set(numbers)) < len(numbers):
+        expected = f"0 to {len(known) - 1}" if isinstance(known, range) else f"{list(known)!r:.200}"
+        place = f" in {layer}" if layer else ""
+        raise InvalidContent(
+            f"{name} is invalid: got {numbers!r:.80}, expected different numbers of "
+            f"{expected}{place}"
+        )
+    return tuple(numbers)

@@ -11,9 +11,9 @@ from torch import Tensor
 from qkv.client.client import Client
 from qkv.errors import InvalidContent
 from qkv.models.attention_call import AttentionCall
-from qkv.models.call_chain import check_layers_differ
 from qkv.models.masks import parts_of
-from qkv.models.variant_signature import VariantSignature, variant_run
+from qkv.models.selection import check_layers_differ
+from qkv.models.variants import VariantSignature, variant_run
 
 __all__ = ["Received", "received_mass"]
 

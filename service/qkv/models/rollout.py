@@ -12,10 +12,10 @@ from torch import Tensor
 from qkv.client.client import Client
 from qkv.errors import InvalidContent
 from qkv.models.attention_call import AttentionCall
-from qkv.models.call_chain import check_chain
 from qkv.models.masks import Part, parts_of
-from qkv.models.selection import to_numbers
-from qkv.models.variant_signature import VariantSignature, variant_run
+from qkv.models.model_call import choose_numbers
+from qkv.models.selection import check_chain
+from qkv.models.variants import VariantSignature, variant_run
 
 __all__ = ["rollout_of"]
 
@@ -49,8 +49,8 @@ def rollout_of(
         raise InvalidContent(
             f"{chain[0].layer} has {B} sequences of {S} tokens: expected at least one of each"
         )
-    chosen = _numbers("items", items, chain[0].items)
-    row_R = _numbers("rows", rows, range(S))
+    chosen = choose_numbers("items", items, chain[0].items)
+    row_R = choose_numbers("rows", rows, range(S))
     check_chain(chain, chosen)
     if not isinstance(heads, str) or heads not in _OVER_HEADS:
         raise InvalidContent(f"heads is invalid: got {heads!r:.60}, expected mean, max or min")
@@ -151,18 +151,3 @@ def _with_items(part: Part, items: Sequence[int]) -> Part:
 def _is_share(x: object) -> bool:
     """True for a number from 0 to 1."""
     return isinstance(x, Real) and 0 <= float(x) <= 1
-
-
-def _numbers(name: str, values: Sequence[int] | None, known: Sequence[int]) -> list[int]:
-    """Returns the chosen numbers; None stands for all that are known.
-
-    Raises:
-        InvalidContent: a number is not known, or one is repeated.
-    """
-    numbers = list(known) if values is None else to_numbers(name, values)
-    if not numbers or set(numbers) - set(known) or len(set(numbers)) < len(numbers):
-        raise InvalidContent(
-            f"{name} is invalid: got {numbers!r:.80}, expected different numbers of "
-            f"{min(known)} to {max(known)}"
-        )
-    return numbers

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, Protocol
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
@@ -22,6 +23,7 @@ __all__ = [
     "has_only_recorders",
     "innermost_module",
     "is_intercepted",
+    "is_recomputed",
     "paused",
     "report_miss",
     "without_mode",
@@ -133,6 +135,11 @@ def without_mode() -> Iterator[None]:
 def is_intercepted() -> bool:
     """True if this thread runs an intercepted model, outside of a handler."""
     return bool(_thread.modules) and not _thread.is_paused
+
+
+def is_recomputed() -> bool:
+    """True inside a backward pass: activation checkpointing repeats a call of the forward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def innermost_module() -> RunningModule:

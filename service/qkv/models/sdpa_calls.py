@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from qkv.models.model_call import CallOutput, ModelCall, as_four_axes
+from qkv.models.model_call import CallOutput, ModelCall
 from qkv.models.running_modules import dispatch, is_intercepted, report_miss
 from qkv.models.token_places import follow, follow_attention
 
@@ -72,7 +72,7 @@ def _intercept(
 
     def run() -> CallOutput:
         output = compute()
-        original.append((output, CallOutput(as_four_axes(output))))
+        original.append((output, CallOutput(_as_four_axes(output))))
         return original[-1][1]
 
     query_BHLD, key_BGSD, value_BGSE, mask, shape = _to_four_axes(query, key, value, attn_mask)
@@ -95,7 +95,7 @@ def _to_four_axes(
     """
     rank = max(x.ndim for x in (query, key, value))
     if rank < 4:
-        query, key, value = (as_four_axes(_with_rank(x, rank)) for x in (query, key, value))
+        query, key, value = (_as_four_axes(_with_rank(x, rank)) for x in (query, key, value))
         B = max(len(x) for x in (query, key, value))
         query, key, value = (x.expand(B, -1, -1, -1) for x in (query, key, value))
         if mask is not None:
@@ -107,15 +107,24 @@ def _to_four_axes(
     G = max(key.shape[-3], value.shape[-3])
     H = max(G, query.shape[-3])
     query_BHLD, key_BGSD, value_BGSE = (
-        as_four_axes(x.expand(*batch, n, -1, -1)) for x, n in ((query, H), (key, G), (value, G))
+        _as_four_axes(x.expand(*batch, n, -1, -1)) for x, n in ((query, H), (key, G), (value, G))
     )
     if mask is not None:
         mask = _with_rank(mask, rank)
         if rank > 4:  # all axes before the heads become one
-            mask = as_four_axes(mask.expand(*batch, -1, -1, -1))
+            mask = _as_four_axes(mask.expand(*batch, -1, -1, -1))
     return query_BHLD, key_BGSD, value_BGSE, mask, (*batch, H, query.shape[-2], value.shape[-1])
 
 
 def _with_rank(x: Tensor, rank: int) -> Tensor:
     """Returns a tensor with axes of length 1 in front, until it has so many axes."""
     return x[(None,) * max(0, rank - x.ndim)]
+
+
+def _as_four_axes(x: Tensor) -> Tensor:
+    """Returns a view with four axes: three are (B, L, D), and further ones are merged into B."""
+    if x.ndim == 4:
+        return x
+    if x.ndim > 4:
+        return torch.flatten(x, 0, x.ndim - 4)
+    return x[:, None] if x.ndim == 3 else x[None, None]

@@ -16,12 +16,18 @@ from qkv.client.request_builders import Choice
 from qkv.errors import InvalidContent
 from qkv.models.interceptor import Interceptor
 from qkv.models.masks import Part, parts_of
-from qkv.models.model_call import CallOutput, ModelCall, RunOriginal, select_heads
-from qkv.models.recomputation import is_recomputed
-from qkv.models.selection import is_selected
+from qkv.models.model_call import (
+    CallOutput,
+    ModelCall,
+    RunOriginal,
+    choose_numbers,
+    select_heads,
+    to_numbers,
+)
+from qkv.models.running_modules import is_recomputed
+from qkv.models.selection import check_layers_exist, is_selected
 from qkv.models.substitution_report import SubstitutionReport
-from qkv.models.variant_function import VariantFunction
-from qkv.models.variant_signature import VariantSignature
+from qkv.models.variants import VariantFunction, VariantSignature
 
 __all__ = ["SubstituteWarning", "Substitutes", "substitute"]
 
@@ -60,10 +66,7 @@ def substitute(
         SubstituteWarning: at the end, if a chosen layer was not substituted.
     """
     substitutes = _parse(variants, client)
-    names = [name for name, _ in model.named_modules()]
-    for pattern, _ in substitutes:
-        if not any(is_selected(name, pattern) for name in names):
-            raise InvalidContent(f"the model has no layer {pattern!r:.80}")
+    check_layers_exist(model, [pattern for pattern, _ in substitutes])
     handler = _Substituter(substitutes)
     with Interceptor(model, handler, is_recorder=False):
         yield handler.report
@@ -89,9 +92,8 @@ class _Substitute:
                 'object with "variant", "parameters" and "heads"'
             )
         self.variant: str = fields["variant"]
-        self.heads: tuple[int, ...] | None = (
-            None if fields.get("heads") is None else tuple(fields["heads"])
-        )
+        heads = fields.get("heads")
+        self.heads = None if heads is None else to_numbers("heads", heads)
         self._parameters: dict[str, Any] = dict(fields.get("parameters") or {})
         self._client = client
         self._signature = VariantSignature.find(self.variant, client)
@@ -151,12 +153,7 @@ class _Substituter:
             return run()
         pattern, substitute = match
         H = call.query.shape[1]
-        heads = tuple(range(H)) if substitute.heads is None else substitute.heads
-        if not heads or any(not 0 <= head < H for head in heads) or len({*heads}) < len(heads):
-            raise InvalidContent(
-                f"heads is invalid: got {list(heads)}, expected different heads of 0 to {H - 1} "
-                f"of {call.layer}"
-            )
+        heads = choose_numbers("heads", substitute.heads, range(H), call.layer)
         chosen = None if heads == tuple(range(H)) else torch.tensor(heads)
         selected = call if chosen is None else select_heads(call, heads)
         parts = parts_of(selected)

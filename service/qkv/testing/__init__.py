@@ -13,10 +13,10 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from qkv.testing.cases import Case
+from qkv.testing.check import Check
 from qkv.testing.families import FAMILIES
 from qkv.testing.known_bugs import KNOWN_BUGS
 from qkv.testing.report import Report
 from qkv.testing.verification import assert_matches, verify
 
-__all__ = ["FAMILIES", "KNOWN_BUGS", "Case", "Report", "assert_matches", "verify"]
+__all__ = ["FAMILIES", "KNOWN_BUGS", "Check", "Report", "assert_matches", "verify"]

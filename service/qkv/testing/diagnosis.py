@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from qkv.errors import QkvError
-from qkv.testing.cases import error_units
+from qkv.testing.check import error_units
 from qkv.testing.known_bugs import KNOWN_BUGS, LOW_PRECISION, Change
 from qkv.testing.low_precision import sums_are_narrow
 from qkv.testing.observation import Observation

@@ -51,13 +51,13 @@ def judge(
         InvalidContent: a result is missing or unknown, or has another shape or dtype.
     """
     check_results(call, results)
-    cases, observation = check_outcome(family, call, Outcome(results_by_name(results)))
+    checks, observation = check_outcome(family, call, Outcome(results_by_name(results)))
     return Report(
         function=function,
         variant=call.variant.name,
         parameters=call.parameters,
         seed=seed,
-        cases=cases,
+        checks=checks,
         diagnosis=diagnose([observation] if observation else []),
     )
 

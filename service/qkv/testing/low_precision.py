@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qkv.testing.budget import output_budget, smallest, unit_roundoffs
-from qkv.testing.cases import error_units
+from qkv.testing.check import error_units
 from qkv.testing.gradient_budget import gradient_budgets
 from qkv.testing.observation import Observation
 from qkv.testing.plain_softmax import Evaluation, evaluate

@@ -12,7 +12,7 @@ import torch
 from qkv.errors import InvalidContent
 from qkv.testing.call import Call
 from qkv.testing.case_spec import DTYPES, CaseSpec
-from qkv.testing.cases import Case, compare
+from qkv.testing.check import Check, compare
 from qkv.testing.diagnosis import diagnose
 from qkv.testing.families import FAMILIES, NotDrawn
 from qkv.testing.function_runner import Framework, Outcome, run_function
@@ -47,7 +47,7 @@ def assert_matches(function: Callable[..., Any], variant: str, **options: Any) -
         **options: those of `verify`, and parameters of the variant.
 
     Raises:
-        AssertionError: the report has a failed case, or no case ran; its text is the message.
+        AssertionError: the report has a failed check, or no check ran; its text is the message.
         QkvError: the variant or a parameter is invalid.
     """
     __tracebackhide__ = True
@@ -157,32 +157,32 @@ def verify_runner(
     names = select_families(families, skip, strict)
     pairs = itertools.product(select_dtypes(dtype), names)
     ran, diagnosis = _run_cases(run, (replace(spec, family=f, dtype=d) for d, f in pairs))
-    cases = [Case(n, "", "output", None, not_run="skipped on request") for n in skip] + ran
+    checks = [Check(n, "", "output", None, not_run="skipped on request") for n in skip] + ran
     return Report(
         function=name,
         variant=variant,
         parameters=parameters,
         seed=seed,
-        cases=_without_unsupported(cases) if dtype is None else cases,
+        checks=_without_unsupported(checks) if dtype is None else checks,
         diagnosis=diagnosis,
     )
 
 
-def _run_cases(run: Runner, specs: Iterable[CaseSpec]) -> tuple[list[Case], list[str]]:
-    """Returns the verdicts on all cases, and the names of the bugs that explain them."""
-    cases: list[Case] = []
+def _run_cases(run: Runner, specs: Iterable[CaseSpec]) -> tuple[list[Check], list[str]]:
+    """Returns the checks of all cases, and the names of the bugs that explain them."""
+    checks: list[Check] = []
     observations: list[Observation] = []
     for spec in specs:
         try:
             call = spec.draw_unchecked()
         except NotDrawn as reason:
-            cases.append(Case(spec.family, spec.dtype, "output", None, not_run=str(reason)))
+            checks.append(Check(spec.family, spec.dtype, "output", None, not_run=str(reason)))
             continue
-        verdicts, observation = check_outcome(spec.family, call, run(spec, call))
-        cases += verdicts
+        of_case, observation = check_outcome(spec.family, call, run(spec, call))
+        checks += of_case
         if observation is not None:
             observations.append(observation)
-    return cases, diagnose(observations)
+    return checks, diagnose(observations)
 
 
 def select_families(families: Iterable[str] | None, skip: Iterable[str], strict: bool) -> list[str]:
@@ -202,8 +202,8 @@ def select_families(families: Iterable[str] | None, skip: Iterable[str], strict:
 
 def check_outcome(
     family: str, call: Call, outcome: Outcome
-) -> tuple[list[Case], Observation | None]:
-    """Returns the verdicts on the results of one call, and the observation for the diagnosis.
+) -> tuple[list[Check], Observation | None]:
+    """Returns the checks of the results of one call, and the observation for the diagnosis.
 
     It needs no function: the results may come from another process or language.
 
@@ -214,18 +214,18 @@ def check_outcome(
     """
     label = str(call.dtype)[6:]
     if outcome.not_run:
-        return [Case(family, label, "output", None, not_run=outcome.not_run)], None
+        return [Check(family, label, "output", None, not_run=outcome.not_run)], None
     if outcome.problem:
-        return [Case(family, label, "output", False, problem=outcome.problem)], None
+        return [Check(family, label, "output", False, problem=outcome.problem)], None
     with_gradients = len(outcome.results) > 1
     truth = find_truth(call, with_gradients)
     kernel = run_torch_kernel(call, with_gradients)
-    cases = [
+    checks = [
         compare(family, n, x, truth.results[n], truth.budgets[n], kernel.get(n))
         for n, x in outcome.results.items()
     ]
-    failed = any(not case.passed for case in cases)
-    return cases, Observation(call, truth, outcome.results, failed)
+    failed = any(not check.passed for check in checks)
+    return checks, Observation(call, truth, outcome.results, failed)
 
 
 def _add_gradients(
@@ -260,23 +260,23 @@ def select_dtypes(dtype: Dtype | Iterable[Dtype] | None) -> list[str]:
     return names
 
 
-def _without_unsupported(cases: list[Case]) -> list[Case]:
-    """Returns the cases; a dtype that always raises did not run, if another dtype ran."""
+def _without_unsupported(checks: list[Check]) -> list[Check]:
+    """Returns the checks; a dtype that always raises did not run, if another dtype ran."""
 
-    def is_refused(case: Case) -> bool:
-        of_float64 = case.dtype == "float64" and case.problem.startswith("wrong dtype")
-        return of_float64 or case.problem.startswith("raises ")
+    def is_refused(check: Check) -> bool:
+        of_float64 = check.dtype == "float64" and check.problem.startswith("wrong dtype")
+        return of_float64 or check.problem.startswith("raises ")
 
-    ran = [case for case in cases if not case.not_run]
+    ran = [check for check in checks if not check.not_run]
     refused = {
         name for name in DTYPES
         if all(is_refused(c) for c in ran if c.dtype == name)
     }  # fmt: skip
-    if all(case.dtype in refused for case in ran):
-        return cases
+    if all(check.dtype in refused for check in ran):
+        return checks
     return [
-        replace(case, passed=None, problem="", not_run=case.problem)
-        if case.dtype in refused and case.problem
-        else case
-        for case in cases
+        replace(check, passed=None, problem="", not_run=check.problem)
+        if check.dtype in refused and check.problem
+        else check
+        for check in checks
     ]

@@ -12,7 +12,7 @@ from qkv.errors import QkvError
 from qkv.testing import condition
 from qkv.testing.budget import output_budget
 from qkv.testing.call import Call
-from qkv.testing.cases import error_units
+from qkv.testing.check import error_units
 from qkv.testing.condition import reference_result
 from qkv.testing.known_bugs import OUTPUT_FLAGS, Change
 from qkv.testing.plain_softmax import OVERFLOW, evaluate

@@ -1,4 +1,4 @@
-"""`Case`: the verdict on one result of a function, for one family and dtype."""
+"""`Check`: one result of a function, compared with the reference, for one family and dtype."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Case", "compare", "error_units"]
+__all__ = ["Check", "compare", "error_units"]
 
 
 @dataclass(frozen=True)
-class Case:
-    """The verdict on one result, for one family and dtype.
+class Check:
+    """One result compared with the float64 reference, for one family and dtype.
 
     Attributes:
         family: the family of inputs.
@@ -32,8 +32,8 @@ class Case:
         torch_error: the largest absolute error of torch's own kernel; None: there is none.
         torch_units: the largest error of torch's kernel in units of the budget.
         problem: the fault, if the function gave no result to compare; "" without one.
-        not_run: the reason why the case did not run; "" if it ran.
-        errors: the error of each number in units of the budget, of a failed case.
+        not_run: the reason why the check did not run; "" if it ran.
+        errors: the error of each number in units of the budget, of a failed check.
     """
 
     family: str
@@ -59,7 +59,7 @@ class Case:
         return f"{self.family}, {self.dtype}, {self.result}"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the case as JSON; numbers that are not finite are strings."""
+        """Returns the check as JSON; numbers that are not finite are strings."""
         fields = {n: getattr(self, n) for n in self.__dataclass_fields__ if n != "errors"}
         return {n: _plain(x) for n, x in fields.items()}
 
@@ -89,8 +89,8 @@ def error_units(values: Tensor, exact: Tensor, budget: Tensor) -> Tensor:
 
 def compare(
     family: str, result: str, values: Tensor, exact: Tensor, budget: Tensor, kernel: Tensor | None
-) -> Case:
-    """Returns the verdict on a result.
+) -> Check:
+    """Returns the check of a result.
 
     Args:
         family: the family of inputs.
@@ -112,7 +112,7 @@ def compare(
     if kernel is not None:
         torch_error = float((kernel.double() - exact).abs().nan_to_num(nan=torch.inf).max())
         torch_units = float(error_units(kernel, exact, budget).max())
-    return Case(
+    return Check(
         family,
         str(values.dtype)[6:],
         result,

@@ -6,22 +6,26 @@ import json
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from qkv.client.arrays import is_array
 from qkv.client.client import Client
 from qkv.client.comparison import Comparison
 from qkv.client.progress_bar import ProgressBar
 from qkv.client.request_builders import (
     Choice,
+    build_choice,
+    build_choices,
     build_compare_message,
     build_inputs_message,
 )
+from qkv.client.tables import variant_labels
 from qkv.errors import InvalidContent, PayloadTooLarge, QkvError
 from qkv.models.attention_call import AttentionCall
 from qkv.models.call_pieces import Piece, cut
-from qkv.models.compared_variants import ChosenVariant, choose_variants
 from qkv.models.head_comparison import HeadComparison
 from qkv.models.head_row import HeadSums, figures_of
 from qkv.models.masks import Part, parts_of
-from qkv.models.model_call import Missed
+from qkv.models.model_call import Missed, ModelCall
+from qkv.models.variants import VariantSignature
 
 __all__ = ["PieceResults", "compare_calls"]
 
@@ -29,6 +33,25 @@ _VARIANTS: Final = 16  # in a request, the most that the service takes
 
 Found: TypeAlias = list[tuple[int, int, HeadSums]]
 """Sums by the index of the head in its call, and by the number of the variant."""
+
+
+class _Variant(NamedTuple):
+    """A variant of a comparison.
+
+    Attributes:
+        label: its name, with the parameters that distinguish it from others of that name.
+        signature: of the variant.
+        parameters: those that the user gave; they override those of a call.
+    """
+
+    label: str
+    signature: VariantSignature
+    parameters: Mapping[str, Any]
+
+    def choice(self, call: ModelCall, part: Part) -> dict[str, Any]:
+        """Returns the variant as a request for a part of a call names it."""
+        options = self.signature.options(call, part)
+        return {"variant": self.signature.name, "parameters": {**options, **self.parameters}}
 
 
 class _Request(NamedTuple):
@@ -90,7 +113,7 @@ def compare_calls(
     """
     if not calls:
         raise InvalidContent("there are no calls to compare: run the model inside qkv.capture")
-    baseline, others = choose_variants(variants, anchor, parameters, client)
+    baseline, others = _choose(variants, anchor, parameters, client)
     chosen = [(v.signature.name, v.parameters) for v in (baseline, *others)]
     key = json.dumps([chosen, rows, client is None], sort_keys=True)
     comparer = _Comparer(baseline, others, rows, client, unfinished.setdefault(key, {}))
@@ -133,8 +156,8 @@ class _Comparer:
 
     def __init__(
         self,
-        baseline: ChosenVariant,
-        variants: Sequence[ChosenVariant],
+        baseline: _Variant,
+        variants: Sequence[_Variant],
         rows: int | None,
         client: Client | None,
         results: PieceResults,
@@ -158,7 +181,7 @@ class _Comparer:
                     request = _Request(piece, group)
                     yield from self._results_of((number, part_number), request)
 
-    def _problem(self, variant: ChosenVariant, part: Part) -> str | None:
+    def _problem(self, variant: _Variant, part: Part) -> str | None:
         """Returns the reason why a variant cannot be compared on a part; None: it can."""
         if (problem := self._baseline.signature.problem(part)) is not None:
             return f"the baseline cannot run: {problem}"
@@ -204,3 +227,56 @@ class _Comparer:
                 sums = sums_of.setdefault((head, n), HeadSums())
                 sums.add(piece.query_count, figures_of(compared, baseline))
         return [(head, n, sums) for (head, n), sums in sums_of.items()]
+
+
+def _choose(
+    variants: Sequence[Choice],
+    anchor: Choice,
+    parameters: Mapping[str, Any],
+    client: Client | None,
+) -> tuple[_Variant, list[_Variant]]:
+    """Returns the baseline and the variants of a comparison.
+
+    A parameter for all goes to those that take it.
+
+    Raises:
+        InvalidContent: the variants are no list, one is repeated, or none takes a parameter.
+        NotFound: there is no such variant.
+    """
+    choices = [build_choice(anchor, {}), *build_choices(variants, {})]
+    if len(choices) == 1:
+        raise InvalidContent('variants is empty: expected at least one name, such as ["linear"]')
+    names = [_name(choice) for choice in choices]
+    signatures = VariantSignature.find_all(names, client)
+    for name, value in parameters.items():
+        if is_array(value):
+            raise InvalidContent(f"{name} is an array: got a tensor, expected a parameter")
+        if not any(name in s.parameters for s in signatures.values()):
+            raise InvalidContent(f"none of {', '.join(signatures)} has a parameter {name!r:.60}")
+    chosen = []
+    for name, choice in zip(names, choices, strict=True):
+        signature, given = signatures[name], choice["parameters"]
+        if unknown := given.keys() - signature.parameters:
+            raise InvalidContent(f"{name} has no parameter {min(unknown)!r:.60}")
+        shared = {n: x for n, x in parameters.items() if n in signature.parameters}
+        both = {"variant": name, "parameters": {**shared, **given}}
+        chosen.append(_Variant(name, signature, build_choice(both, {})["parameters"]))
+    labels = variant_labels([(each.signature.name, each.parameters) for each in chosen[1:]])
+    for n, label in enumerate(labels, 1):
+        chosen[n] = chosen[n]._replace(label=label.replace("\n", " "))
+    keys = [json.dumps([v.signature.name, v.parameters], sort_keys=True) for v in chosen[1:]]
+    for variant, key in zip(chosen[1:], keys, strict=True):
+        if keys.count(key) > 1:
+            name = variant.signature.name
+            raise InvalidContent(f"variants has {name} twice, with equal parameters")
+    return chosen[0], chosen[1:]
+
+
+def _name(choice: Mapping[str, Any]) -> str:
+    name = choice.get("variant")
+    if not isinstance(name, str) or choice.keys() - {"variant", "parameters"}:
+        raise InvalidContent(
+            f"a variant is invalid: got {dict(choice)!r:.80}, expected a name, or "
+            '{"variant": "linear", "parameters": {}}'
+        )
+    return name

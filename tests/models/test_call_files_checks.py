@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import qkv
 from qkv.errors import InvalidContent
-from qkv.models.call_checks import CallFacts, check_tensors, parse_calls
+from qkv.models.call_files import CallFacts, check_tensors, parse_calls
 
 FIELDS: dict[str, Any] = {
     "layer": "a", "causal": True, "query_offset": 1, "window": [3, None], "scale": 0.5,

@@ -10,8 +10,8 @@ import torch
 from matplotlib.figure import Figure
 
 from qkv.errors import InvalidContent
-from qkv.models import call_figure
-from qkv.models.variant_signature import variant_run
+from qkv.models import attention_call
+from qkv.models.variants import variant_run
 from support.attention_calls import make_call, padding_mask
 from support.pictures import column_labels, matrix, panels, row_labels, titles
 
@@ -65,7 +65,7 @@ def test_figure_of_a_long_sequence_is_computed_pooled(monkeypatch: pytest.Monkey
         forms.append(options["weights"])
         return variant_run(*arguments, **options)
 
-    monkeypatch.setattr(call_figure, "variant_run", recorded)
+    monkeypatch.setattr(attention_call, "variant_run", recorded)
     call = make_call(H=1, L=1025, dtype=torch.float32)
     call.figure()
     call.figure(weights={"rows": [0, 1024]})
@@ -79,6 +79,7 @@ def test_figure_of_a_long_sequence_is_computed_pooled(monkeypatch: pytest.Monkey
         ({"batch": 1}, "batch is invalid: got 1, expected 0 to 0"),
         ({"heads": [2]}, r"heads is invalid: got \[2\]"),
         ({"heads": []}, "heads is invalid"),
+        ({"heads": [1, 1]}, r"got \[1, 1\], expected different numbers of \[0, 1\] in layer\.0"),
         ({"heads": 1}, "heads is invalid: got 1, expected a list of integers"),
         ({"heads": [[1]]}, r"heads is invalid: got \[\[1\]\], expected a list of integers"),
         ({"tokens": ["a"]}, "tokens has the wrong length: got 1, expected 5"),
