@@ -228,6 +228,7 @@ def build_convert(
             fields["prefix"],
             tuple(fields["ignored"]),
             fields["rotary_order"],
+            fields["layer"],
         )
 
     return build_post("/v1/convert", message, "tensors", parse)

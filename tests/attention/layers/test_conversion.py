@@ -35,8 +35,11 @@ def converted(
     response = post(server, state, source, target, **fields)
     assert response.status_code == 200, response.text
     reply = response.json()
-    assert list(reply) == ["from", "to", "prefix", "ignored", "rotary_order", "tensors", "check"]
+    assert reply.keys() == {
+        "from", "to", "prefix", "ignored", "rotary_order", "layer", "tensors", "check"
+    }  # fmt: skip
     assert (reply["prefix"], reply["ignored"], reply["rotary_order"]) == ("", [], None)
+    assert reply["layer"]["layout"] == target
     assert (reply["from"], reply["to"]) == (source, target)
     return {n: as_array(t) for n, t in reply["tensors"].items()}, reply["check"]
 
