@@ -73,7 +73,9 @@ def test_converted_layer_runs_as_the_layer_of_the_model(client: Client, target: 
 def test_converted_layer_without_rope_is_refused_with_the_argument(client: Client) -> None:
     state = llama().state_dict()
     converted = client.convert(state, target="v1", prefix=PREFIX, heads=4)
-    with pytest.raises(errors.InvalidContent, match="rope is missing: got a conversion of llama") as error:
+    with pytest.raises(
+        errors.InvalidContent, match="rope is missing: got a conversion of llama"
+    ) as error:
         _ = converted.layer
     assert "`convert`" in str(error.value)
     without = {**converted.options, "tensors": converted.tensors}

@@ -211,16 +211,14 @@ def _refuse_what_has_no_place(layer: Layer, weights: Weights, writer: Layout) ->
         if (role in ROLES and kind == "weight") or name in writer.holds:
             continue
         sent = layer.name_of(name)
-        reason = f"{sent} has no place in {writer.name}"
+        holders = [n for n, layout in layout_catalogue.known().items() if name in layout.holds]
+        detail = (
+            f"{sent} has no place in {writer.name}: got {name.replace('.', ' ')}, expected a "
+            f"target that holds it: {', '.join(holders)}"
+        )
         if writer.name == "v1" and role in ROLES:
-            module = sent.removesuffix(".bias")
-            reason += (
-                f", whose layer is x @ {module}. "
-                'Set "bias" to "augment" to store it as one more row of the weight, exactly, for x '
-                "with a column of ones"
+            detail += (
+                '. Set "bias" to "augment" to store each bias as one more row of its weight, '
+                "exactly, for x with a column of ones"
             )
-        elif writer.name == "v1" and role == "output":
-            reason += ", which has no biases. v2 holds it"
-        elif "norm" in name:
-            reason += ", which has no norm of queries and keys. llama holds it"
-        raise InvalidContent(reason, pointer=f"/tensors{pointer_to(sent)}")
+        raise InvalidContent(detail, pointer=f"/tensors{pointer_to(sent)}")
