@@ -13,15 +13,10 @@ import pytest
 import torch
 
 from qkv import Client, QkvError, ServiceUnreachable, errors
-from support.clients import attend, in_asyncio, numbers
+from support.clients import attend, in_asyncio, numbers, send_sync
 from support.clients import client as client
 from support.processes import TIMEOUT_S
 from support.service import Server
-
-
-def send_sync(url: str, call: Callable[[Client], Any], **options: Any) -> Any:
-    with Client(url, **options) as client:
-        return call(client)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +66,6 @@ def test_rejected_request_raises_its_error(
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"query": [[1.0]], "key": [[1.0]], "value": [[1.0]]},
         {},
         {"query": np.ones((2, 2), "c8"), "key": np.ones((2, 2)), "value": np.ones((2, 2))},
         {"query": np.array([["a"]]), "key": np.ones((2, 2)), "value": np.ones((2, 2))},

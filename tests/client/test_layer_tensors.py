@@ -56,6 +56,49 @@ def test_every_argument_reaches_the_service(client: Client) -> None:
     assert back.rotary_order == "half"
 
 
+@pytest.mark.parametrize("target", ["v1", "meta", "phi3"])
+def test_converted_layer_runs_as_the_layer_of_the_model(client: Client, target: str) -> None:
+    state = llama().state_dict()
+    source = {"layout": "auto", "prefix": PREFIX, "heads": 4, "rope": {"base": 500.0}}
+    x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0))
+    expected = client.attend("softmax", x=x, layer=source | {"tensors": state}, causal=True)
+    converted = client.convert(state, target=target, prefix=PREFIX, heads=4, rope={"base": 500.0})
+    order = {"meta": "interleaved"}.get(target, "half")
+    assert converted.layer["rope"] == {"base": 500.0, "order": order}
+    run = client.attend("softmax", x=x, layer=converted.layer, causal=True)
+    off = (run.output - expected.output).abs().max().item()
+    assert off <= 64 * torch.finfo(torch.float32).eps * expected.output.abs().max().item()
+
+
+def test_converted_layer_without_rope_is_refused_with_the_argument(client: Client) -> None:
+    state = llama().state_dict()
+    converted = client.convert(state, target="v1", prefix=PREFIX, heads=4)
+    with pytest.raises(
+        errors.InvalidContent, match="rope is missing: got a conversion of llama"
+    ) as error:
+        _ = converted.layer
+    assert "`convert`" in str(error.value)
+    without = {**converted.options, "tensors": converted.tensors}
+    assert client.attend("softmax", x=torch.ones(1, 2, 32), layer=without).output.shape[1] == 2
+    plain = {n: t for n, t in gpt2().state_dict().items() if ".h.1." in n}
+    layer = client.convert(plain, target="v2", heads=4).layer
+    assert {n: v for n, v in layer.items() if n != "tensors"} == {
+        "layout": "v2", "heads": 4, "kv_heads": 4,
+    }  # fmt: skip
+
+
+def test_rope_without_an_order_turns_half_of_the_channels(client: Client) -> None:
+    """v2 names no order, and meta has another one: the rows move."""
+    state = client.convert(llama().state_dict(), target="v2", prefix=PREFIX, heads=4).tensors
+    x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0))
+    source = {"layout": "v2", "heads": 4, "rope": {}, "tensors": state}
+    expected = client.attend("softmax", x=x, layer=source, causal=True)
+    converted = client.convert(state, source="v2", target="meta", heads=4, rope={})
+    assert converted.rotary_order == "interleaved"
+    run = client.attend("softmax", x=x, layer=converted.layer, causal=True)
+    assert torch.allclose(run.output, expected.output, rtol=1e-5, atol=1e-7)
+
+
 def test_numpy_arrays_and_ignored_names(client: Client) -> None:
     state = {n: t.numpy() for n, t in gpt2().state_dict().items()}
     state["transformer.h.1.attn.extra"] = np.ones(3, np.float32)

@@ -131,10 +131,15 @@ class Truth:
         weights, indices = found["weights"], found["indices"]
         assert indices.dtype == np.int64
         near(weights, -np.sort(-self.whole, -1)[..., :k], self.off)
-        near(weights, np.take_along_axis(self.whole, indices, -1), self.off)
-        assert all(len(set(row)) == k for row in indices.reshape(-1, k).tolist())
+        has_key = weights != 0
+        assert ((indices == -1) == ~has_key).all()
+        at_index = np.take_along_axis(self.whole, indices.clip(0), -1)
+        near(np.where(has_key, at_index, 0), weights, self.off)
+        for row in indices.reshape(-1, k):
+            assert len({*row[row >= 0]}) == np.count_nonzero(row >= 0)
         assert (np.diff(weights) <= 0).all()
-        assert (np.diff(indices)[np.diff(weights) == 0] > 0).all()  # the first of equal weights
+        equal = has_key[..., 1:] & (np.diff(weights) == 0)
+        assert (np.diff(indices)[equal] > 0).all()  # the first of equal weights
 
     def _check_pool(self, bins: int, found: Mapping[str, Array]) -> None:
         assert found.keys() == {"weights"}
@@ -161,7 +166,7 @@ class Truth:
         near(entropy, -terms.sum(-1), off)
         near(effective, np.where(sees, np.exp(-terms.sum(-1)), 0), self.S * math.expm1(2 * off))
         near(largest, self.whole.max(-1), self.off)
-        assert ((index == -1) == ~sees).all()
+        assert ((index == -1) == (largest == 0)).all()
         at = np.take_along_axis(self.whole, index.clip(0)[..., None], -1)[..., 0]
         near(np.where(sees, at, 0), np.where(sees, self.whole.max(-1), 0), 2 * self.off)
         assert (entropy[~sees] == 0).all()
@@ -218,7 +223,8 @@ def test_equal_weights_are_ordered_by_key() -> None:
     ones, mean = {"value": RawTensor.from_numpy(np.ones((1, 2, 50, 3)))}, variants()["mean"]
     for k in (1, 7, 49, 50):
         found = run_form(mean, Message({}, ones), {"top_k": k})["indices"]
-        assert (found == np.arange(k)).all()
+        sees = np.arange(k) <= np.arange(50)[:, None]  # `mean` is causal
+        assert (found == np.where(sees, np.arange(k), -1)).all()
     query = np.ones((1, 1, 4, 1))
     key = np.array([0.0, 2, 1, 2, 1, 0, 2, 1])[None, None, :, None]
     tensors = {"query": query, "key": key, "value": key}
@@ -226,6 +232,16 @@ def test_equal_weights_are_ordered_by_key() -> None:
     for k in range(1, 9):
         found = run_form(variants()["softmax"], message, {"top_k": k})["indices"]
         assert (found == [1, 3, 6, 2, 4, 7, 0, 5][:k]).all()
+
+
+def test_place_without_a_key_has_the_index_minus_1(server: Server) -> None:
+    """Row 0 sees one key, row 1 two; of stats, the row that sees none has no largest key."""
+    found, _ = _post(server, {"weights": {"top_k": 3}, "parameters": {"causal": True}}, "base64")
+    assert found["indices"].tolist() == [[0, -1, -1], [1, 0, -1], [1, 2, 0]]
+    assert (found["weights"] == 0).tolist() == (found["indices"] == -1).tolist()
+    parameters = {"causal": True, "query_offset": -1}
+    found, _ = _post(server, {"weights": "stats", "parameters": parameters}, "base64")
+    assert found["largest_index"].tolist() == [-1, 0, 1]
 
 
 @pytest.mark.parametrize("form", [{"top_k": 3}, {"pool": 2}, "stats", {"rows": [0]}], ids=str)

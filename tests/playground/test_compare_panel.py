@@ -42,6 +42,38 @@ def test_colour_scale_of_signed_weights_has_negative_values(
     expect(page.locator("#map .legend span").first).to_have_text(re.compile("^−"))
 
 
+def test_random_projections_are_named_beside_their_maps(open_page: Open, server: Server) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    note, compared = page.locator("#random-note"), page.locator("#difference .note")
+    for one in (note, compared):
+        expect(one).to_be_hidden()
+    page.get_by_label("softmax minus", exact=True).select_option("linformer")
+    random = "key_projection and value_projection of linformer are random: the request has none."
+    expect(compared).to_have_text(random)
+    expect(note).to_be_hidden()
+    page.get_by_label("Variant", exact=True).select_option("linformer")
+    expect(note).to_have_text(random)
+    side, surface = note.bounding_box(), page.locator("#map").bounding_box()
+    assert side is not None
+    assert surface is not None
+    assert side["x"] >= surface["x"] + surface["width"]
+    assert surface["y"] <= side["y"] < surface["y"] + surface["height"]
+
+
+def test_metrics_table_shows_every_variant_without_scrolling(
+    open_page: Open, server: Server
+) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    area = page.get_by_role("region", name="Comparison")
+    rows = area.get_by_role("table").get_by_role("rowheader")
+    expect(rows.last).to_be_visible()
+    assert area.evaluate("area => area.scrollHeight - area.clientHeight") == 0
+    last, box = rows.last.bounding_box(), area.bounding_box()
+    assert last is not None
+    assert box is not None
+    assert last["y"] + last["height"] <= box["y"] + box["height"] + 1
+
+
 def test_metrics_table_shows_the_response_of_the_service(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
-from support.browser import Open, choose_example, read_weights, wait_until_drawn
+from support.browser import Open, choose_example, paste, read_weights, wait_until_drawn
 from support.service import Server
 
 TWO: Final = [[1.0, 0.0], [0.0, 1.0]]
@@ -20,15 +20,6 @@ LAYER: Final = {
     "layout": "v2",
     "tensors": {f"W_{role}.weight": [[1, 2], [3, 5]] for role in ("query", "key", "value")},
 }
-
-
-def paste(page: Page, text: str) -> None:
-    """Pastes a text and waits until the page has drawn it."""
-    page.get_by_role("button", name="Paste").click()
-    page.get_by_label("Tensors or request").fill(text)
-    page.evaluate("() => { document.getElementById('status').textContent = ''; }")
-    page.get_by_role("button", name="Use these").click()
-    expect(page.get_by_role("dialog")).to_be_hidden()
 
 
 def curl(variant: str, body: dict[str, Any]) -> str:

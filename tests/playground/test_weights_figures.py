@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from support.browser import Open, choose_example, match_groups, read_weights, wait_until_drawn
+from support.browser import (
+    Open,
+    choose_example,
+    match_groups,
+    paste,
+    read_weights,
+    wait_until_drawn,
+)
 from support.service import Server
 
 EXAMPLES: Final = ["words", "layer", "induction", "local", "document", "linear-layer"]
@@ -132,6 +139,35 @@ def test_row_lists_keys_by_weight_with_cumulative_share_and_entropy(
     entropy = -np.sum(row[row > 0] * np.log(row[row > 0]))
     facts = page.locator("#row dl").inner_text()
     assert float(match_groups(r"([\d.]+) nats", facts)[0]) == pytest.approx(entropy, rel=2e-3)
+
+
+def test_row_with_nan_says_so_instead_of_seeing_no_key(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = wait_until_drawn(opened)
+    key = [[1, 0], [0, 1], [1, 1]]
+    paste(page, json.dumps({"inputs": {"query": [[1, 0], ["NaN", 1]], "key": key, "value": key}}))
+    wait_until_drawn(opened)
+    page.get_by_label("Query", exact=True).fill("1")
+    page.keyboard.press("Enter")
+    row = page.locator("#row")
+    expect(row.locator(".hint")).to_contain_text("All weights of this row are NaN.")
+    expect(row.locator(".facts dd")).to_have_text(["–", "–"])
+    expect(row.get_by_role("table")).to_be_hidden()
+    expect(page.locator("#difference [role=status]")).to_contain_text(
+        re.compile(r"1 row has NaN, and no part in the figures\..* 0\.\d+ on average")
+    )
+    colours = page.locator("#map canvas").first.evaluate(
+        """canvas => {
+            const { width, height } = canvas;
+            const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+            return [...new Set(new Uint32Array(data.buffer))].map((x) => x & 0xffffff);
+        }"""
+    )
+    assert 0xA0A0A0 in colours  # the cells of NaN are grey, not empty as those of 0
+    page.get_by_label("Query", exact=True).fill("0")
+    page.keyboard.press("Enter")
+    expect(row.locator(".hint")).to_contain_text("Half of the mass is on")
+    expect(row.locator(".facts dd").first).to_contain_text("nats")
 
 
 def test_head_thumbnails_select_the_head_of_the_map(open_page: Open, server: Server) -> None:

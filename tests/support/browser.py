@@ -257,6 +257,15 @@ def choose_example(opened: WatchedPage, example: str) -> Page:
     return wait_until_drawn(opened)
 
 
+def paste(page: Page, text: str) -> None:
+    """Pastes a text into the page, and waits until the dialog is closed."""
+    page.get_by_role("button", name="Paste").click()
+    page.get_by_label("Tensors or request").fill(text)
+    page.evaluate("() => { document.getElementById('status').textContent = ''; }")
+    page.get_by_role("button", name="Use these").click()
+    page.get_by_role("dialog").wait_for(state="hidden")
+
+
 def match_groups(pattern: str, text: str) -> tuple[str, ...]:
     """Returns the groups of a pattern in a text."""
     found = re.search(pattern, text)

@@ -82,6 +82,12 @@ def attend(**changes: Any) -> Callable[[Client], object]:
     return lambda client: client.attend(**arguments)
 
 
+def send_sync(url: str, call: Callable[[Client], Any], **options: Any) -> Any:
+    """Returns the result of a call of a `Client`, or raises its error."""
+    with Client(url, **options) as client:
+        return call(client)
+
+
 def in_asyncio(url: str, call: Callable[[AsyncClient], Any], **options: Any) -> Any:
     """Returns the result of a call of an `AsyncClient`, or raises its error."""
 

@@ -52,6 +52,16 @@ def test_lists_keep_every_value(array: Array, group: str) -> None:
     assert same_values(back.numpy(), array)
 
 
+def test_value_that_is_no_tensor_is_named_without_an_index() -> None:
+    with pytest.raises(InvalidContent) as caught:
+        json.decode(b'{"inputs": {"x": null}}', "inputs")
+    assert caught.value.detail.startswith(
+        "x is invalid: got null, expected nested lists of numbers"
+    )
+    with pytest.raises(InvalidContent, match=r"x is invalid at \[1, 0\]: got null"):
+        json.decode(b'{"inputs": {"x": [[1], [null]]}}', "inputs")
+
+
 @pytest.mark.parametrize("encoding", ["lists", "base64"])
 def test_check_of_a_conversion_survives_a_round_trip(encoding: str) -> None:
     raw = RawTensor.from_numpy(np.ones((1, 2), np.float32))

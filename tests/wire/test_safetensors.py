@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qkv.api.request_body import _new_aligned_buffer
-from qkv.errors import QkvError
+from qkv.errors import MalformedRequest, QkvError
 from qkv.tensors import RawTensor
 from qkv.wire import json
 from qkv.wire.message import Message
@@ -162,6 +162,18 @@ def test_tensors_of_a_conversion_may_be_named_like_those_of_a_layer_and_have_a_c
     )  # fmt: skip
     assert found.fields == {"from": "v1", "check": {}}
     assert sorted(decode(file_of(message, "inputs"), "inputs").layer) == ["0.query.weight"]
+
+
+def test_header_of_a_long_list_says_what_to_send_instead() -> None:
+    """A list of numbers in a field is text in the header; a tensor is bytes behind it."""
+    fields = {"parameters": {"bias": [0.123456789] * 100_000}}
+    body = b"".join(encode(Message(fields, {}), "inputs"))
+    with pytest.raises(MalformedRequest) as caught:
+        decode(body, "inputs")
+    assert caught.value.detail.startswith("the header is too long: got 12")
+    assert "expected at most 1048576. Send numbers as tensors" in caught.value.detail
+    with pytest.raises(MalformedRequest, match="wrong length: got 9 bytes, expected at most the 8"):
+        decode((9).to_bytes(8, "little") + bytes(8), "inputs")
 
 
 def test_empty_tensor_may_be_anywhere_in_the_header() -> None:

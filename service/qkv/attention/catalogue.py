@@ -117,6 +117,7 @@ def describe(variant: Variant) -> dict[str, Any]:
                 "broadcasts": i.broadcasts,
                 "dtypes": list(i.dtypes),
                 "optional": i.is_optional,
+                "random": i.name in variant.random_input_names,
             }
             for i in variant.inputs.values()
         },

@@ -273,6 +273,12 @@ class Variant:
                 raise InvalidContent(
                     f"{self.name} refuses {name!r}: {self.refuses[name]}", pointer=pointer
                 )
+            if name in self.inputs and name not in self.parameters.model_fields:
+                raise InvalidContent(
+                    f"{self.name} has no parameter {name!r}: got an input among the parameters, "
+                    f"expected {name} as a tensor among the inputs",
+                    pointer=pointer,
+                )
             if name not in self.parameters.model_fields:
                 known = ", ".join(self.parameters.model_fields) or "none"
                 raise InvalidContent(

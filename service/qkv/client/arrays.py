@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from qkv.tensors import RawTensor
+from qkv.errors import InvalidContent
+from qkv.tensors import DTYPES, RawTensor
 
-__all__ = ["FromRaw", "from_raw_like", "is_array", "to_raw"]
+__all__ = ["FromRaw", "from_raw_like", "is_array", "is_list", "list_to_raw", "to_raw"]
 
 FromRaw = Callable[[RawTensor], Any]
 """Converts a raw tensor to an array of the same kind as the inputs."""
@@ -26,12 +27,53 @@ def is_array(value: object) -> bool:
     return hasattr(value, "__array__") or hasattr(value, "__dlpack__")
 
 
-def to_raw(array: Any) -> RawTensor:
-    """Returns the array as a raw tensor. Copies it only from another device or if not contiguous.
+def is_list(value: object) -> bool:
+    """True if the value is a list, a tuple or another sequence, which numpy makes an array of."""
+    if is_array(value) or isinstance(value, str | bytes | bytearray):
+        return False
+    return isinstance(value, Sequence)
+
+
+def list_to_raw(value: Sequence[Any], name: str) -> RawTensor:
+    """Returns the array that numpy makes of a list, as numbers without a dtype.
+
+    Args:
+        value: nested lists or tuples of numbers or of booleans.
+        name: its name in error messages.
+
+    Raises:
+        InvalidContent: lists have different lengths, or values are no numbers.
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise InvalidContent(
+            f"{name} is ragged: got {value!r:.60}, expected lists of equal lengths"
+        ) from None
+    if array.dtype.kind not in "biuf":
+        raise InvalidContent(
+            f"{name} is invalid: got {value!r:.60}, expected nested lists of numbers, or of "
+            "booleans"
+        )
+    exact = {"b": "bool", "f": "float64"}.get(array.dtype.kind, "int64")
+    return RawTensor.from_numpy(array.astype(DTYPES[exact]), is_untyped=True)
+
+
+def to_raw(array: Any, name: str = "tensor") -> RawTensor:
+    """Returns an array as a raw tensor. Copies it only from another device or if not contiguous.
+
+    Numbers in lists are float32.
+
+    Args:
+        array: of numpy, torch or another library, or nested lists.
+        name: its name in error messages about lists.
 
     Raises:
         InvalidContent: requests do not support its dtype.
     """
+    if is_list(array):
+        raw = list_to_raw(array, name)
+        return raw._replace(is_untyped=False) if raw.dtype == "bool" else _to_float32(raw)
     if not _is_torch(array):
         return RawTensor.from_numpy(_as_numpy(array))
     torch = sys.modules["torch"]
@@ -55,6 +97,10 @@ def from_raw_like(array: Any) -> FromRaw:
         return torch.from_numpy(raw.numpy().copy()).to(device)
 
     return from_raw
+
+
+def _to_float32(raw: RawTensor) -> RawTensor:
+    return RawTensor.from_numpy(raw.numpy().astype(np.float32))
 
 
 def _as_numpy(array: Any) -> np.ndarray:

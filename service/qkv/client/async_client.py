@@ -18,6 +18,7 @@ from qkv.client.detected import Detected
 from qkv.client.direct_transport import RequestTemplates, ssl_context, transport_of
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, aiter_events
+from qkv.client.lists import has_lists, input_dtypes, lists_to_arrays
 from qkv.client.request_builders import (
     Choice,
     RequestSpec,
@@ -74,6 +75,7 @@ class AsyncClient:
         self._connections = AsyncConnections(new_http) if transport is None else None
         self._templates = RequestTemplates(self._http)
         self._retries = retries
+        self._input_dtypes: dict[str, Sequence[str]] = {}  # read before the first list
 
     async def attend(
         self,
@@ -85,9 +87,8 @@ class AsyncClient:
         **inputs_and_parameters: Any,
     ) -> Run:
         """Runs a variant: see `Client.attend`."""
-        return await self.send(
-            build_attend(variant, layer, outputs, weights, inputs_and_parameters)
-        )
+        arguments = await self._arrays(inputs_and_parameters)
+        return await self.send(build_attend(variant, layer, outputs, weights, arguments))
 
     async def gradients(
         self,
@@ -98,7 +99,8 @@ class AsyncClient:
         **inputs_and_parameters: Any,
     ) -> Gradients:
         """Returns the gradients of sum(grad_output * output): see `Client.gradients`."""
-        return await self.send(build_gradients(variant, grad_output, layer, inputs_and_parameters))
+        arguments = await self._arrays({**inputs_and_parameters, "grad_output": grad_output})
+        return await self.send(build_gradients(variant, layer, arguments))
 
     async def compare(
         self,
@@ -112,8 +114,9 @@ class AsyncClient:
         **inputs_and_parameters: Any,
     ) -> Comparison:
         """Compares variants with a baseline on the same inputs: see `Client.compare`."""
+        arguments = await self._arrays(inputs_and_parameters)
         return await self.send(
-            build_compare(variants, anchor, repeats, rows, per_head, layer, inputs_and_parameters)
+            build_compare(variants, anchor, repeats, rows, per_head, layer, arguments)
         )
 
     def sweep(
@@ -204,6 +207,14 @@ class AsyncClient:
     async def variants(self) -> list[dict[str, Any]]:
         """Returns the catalogue: see `Client.variants`."""
         return await self.send(build_variants())
+
+    async def _arrays(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns arguments of a request, with arrays in place of lists that are inputs."""
+        if not has_lists(arguments):
+            return arguments
+        if not self._input_dtypes:
+            self._input_dtypes = input_dtypes(await self.variants())
+        return lists_to_arrays(arguments, self._input_dtypes)
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -15,6 +15,7 @@ from qkv.client.detected import Detected
 from qkv.client.direct_transport import RequestTemplates, ssl_context, transport_of
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, iter_events
+from qkv.client.lists import has_lists, input_dtypes, lists_to_arrays
 from qkv.client.request_builders import (
     Choice,
     RequestSpec,
@@ -79,6 +80,7 @@ class Client:
         self._transport: httpx.BaseTransport = transport_of(self._http)
         self._templates = RequestTemplates(self._http)
         self._retries = retries
+        self._input_dtypes: dict[str, Sequence[str]] = {}  # read before the first list
 
     def attend(
         self,
@@ -103,7 +105,9 @@ class Client:
                 `effective_keys` and `received` instead of `weights`.
             **inputs_and_parameters: arrays are inputs: `query` (B,H,L,D), `key` (B,G,S,D),
                 `value` (B,G,S,E), `mask`, `key_lengths` (B), `alibi_slopes` (H), `sinks` (H), or
-                `x` (B,L,M) with a layer. All other values are parameters, such as `causal=True`.
+                `x` (B,L,M) with a layer. A list by the name of an input is one too; its numbers get
+                the dtype of the arrays, else float32. All other values are parameters, such as
+                `causal=True`.
 
         Raises:
             QkvError: the service rejected the request. The class gives the kind of error, and
@@ -111,7 +115,8 @@ class Client:
             ServiceUnreachable: no service accepts connections at the address.
             httpx.TransportError: the connection broke or timed out.
         """
-        return self.send(build_attend(variant, layer, outputs, weights, inputs_and_parameters))
+        arguments = self._arrays(inputs_and_parameters)
+        return self.send(build_attend(variant, layer, outputs, weights, arguments))
 
     def gradients(
         self,
@@ -132,7 +137,8 @@ class Client:
         Raises:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
-        return self.send(build_gradients(variant, grad_output, layer, inputs_and_parameters))
+        arguments = self._arrays({**inputs_and_parameters, "grad_output": grad_output})
+        return self.send(build_gradients(variant, layer, arguments))
 
     def compare(
         self,
@@ -161,9 +167,8 @@ class Client:
         Raises:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
-        return self.send(
-            build_compare(variants, anchor, repeats, rows, per_head, layer, inputs_and_parameters)
-        )
+        arguments = self._arrays(inputs_and_parameters)
+        return self.send(build_compare(variants, anchor, repeats, rows, per_head, layer, arguments))
 
     def sweep(
         self,
@@ -332,6 +337,14 @@ class Client:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
         return self.send(build_variants())
+
+    def _arrays(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns arguments of a request, with arrays in place of lists that are inputs."""
+        if not has_lists(arguments):
+            return arguments
+        if not self._input_dtypes:
+            self._input_dtypes = input_dtypes(self.variants())
+        return lists_to_arrays(arguments, self._input_dtypes)
 
     def close(self) -> None:
         """Closes the connections."""

@@ -23,7 +23,7 @@ def build_detect(
     message = Message(
         {name: value for name, value in fields.items() if value is not None},
         select(tensors, fields.get("prefix")),
-        check={"x": to_raw(x), "y": to_raw(y)},
+        check={"x": to_raw(x, "x"), "y": to_raw(y, "y")},
     )
     return build_detect_message(message)
 

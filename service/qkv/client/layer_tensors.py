@@ -22,7 +22,7 @@ def select(tensors: Mapping[str, Any], prefix: object, pointer: str = "") -> dic
     """Returns the floating tensors below a prefix.
 
     Args:
-        tensors: arrays of numpy or torch, by name.
+        tensors: arrays of numpy or torch, or lists of numbers, by name.
         prefix: of the layer's names; None or "": all names.
         pointer: JSON pointer to the object that has the tensors and the prefix.
 
@@ -35,7 +35,7 @@ def select(tensors: Mapping[str, Any], prefix: object, pointer: str = "") -> dic
         if is_needed(name, _dtype_of(tensors[name]), pointer)
     ]
     check_count(needed, prefix, pointer)
-    return {name: to_raw(tensors[name]) for name in needed}
+    return {name: to_raw(tensors[name], name) for name in needed}
 
 
 def below(names: Iterable[str], prefix: object, pointer: str = "") -> list[str]:

@@ -92,13 +92,10 @@ def build_attend(
 
 
 def build_gradients(
-    variant: str,
-    grad_output: Any,
-    layer: Mapping[str, Any] | None,
-    arguments: Mapping[str, Any],
+    variant: str, layer: Mapping[str, Any] | None, arguments: Mapping[str, Any]
 ) -> RequestSpec[Gradients]:
     """Builds the request for gradients; the arguments are those of `Client.gradients`."""
-    message, from_raw = build_inputs_message(layer, {**arguments, "grad_output": grad_output}, {})
+    message, from_raw = build_inputs_message(layer, arguments, {})
 
     def parse(response: httpx.Response) -> Gradients:
         reply = safetensors.decode(response.content, "gradients")
@@ -117,7 +114,8 @@ def build_inputs_message(
     arrays = {name: value for name, value in arguments.items() if is_array(value)}
     if not arrays:
         raise InvalidContent(
-            "no argument is an array: convert lists with numpy.asarray or torch.tensor"
+            f"the inputs are missing: got no array among {', '.join(arguments) or 'no arguments'}, "
+            "expected arrays of numpy or torch, such as query"
         )
     parameters = _json_parameters({n: v for n, v in arguments.items() if n not in arrays})
     fields = {**fields, "parameters": parameters}
@@ -228,6 +226,7 @@ def build_convert(
             fields["prefix"],
             tuple(fields["ignored"]),
             fields["rotary_order"],
+            fields["layer"],
         )
 
     return build_post("/v1/convert", message, "tensors", parse)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from qkv.client.notebook import picture
 from qkv.client.tables import Table
+from qkv.errors import InvalidContent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -156,6 +157,7 @@ class Converted:
         ignored: the names of sent tensors that belong to no part of the attention.
         rotary_order: the order of the query's and key's channels, "half" or "interleaved"; None if
             neither layout nor `rope` gives one.
+        options: of a layer with these tensors: layout, heads, and `rope` if the request had it.
     """
 
     tensors: Mapping[str, Any]
@@ -164,6 +166,26 @@ class Converted:
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     rotary_order: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> dict[str, Any]:
+        """The argument `layer=` of `attend`, with its tensors.
+
+        `alibi`, `qk_norm`, `softcap` and `window` are those of the model; no tensor shows them.
+
+        Raises:
+            InvalidContent: the channels have a rotary order, but `convert` was called without
+                `rope`, so that the layer would run without positions.
+        """
+        if self.rotary_order is not None and "rope" not in self.options:
+            raise InvalidContent(
+                f"rope is missing: got a conversion of {self.source} without it, whose models "
+                'have rotary positions, expected rope={"base": 10000} or another base in '
+                "`convert`. A layer without rotary positions is options | {'tensors': tensors}",
+                pointer="/rope",
+            )
+        return {**self.options, "tensors": self.tensors}
 
     def __repr__(self) -> str:
         return f"Converted({', '.join(_describe_arrays(self.tensors))})"

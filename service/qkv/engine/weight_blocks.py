@@ -210,11 +210,15 @@ def _row_ranges(rows: list[int], max_rows: int) -> Iterator[slice]:
 
 
 def _keep_largest(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:
-    """Keeps the k largest weights of each row and their indices; of equal weights the first."""
+    """Keeps the k largest weights of each row and their indices; of equal weights the first.
+
+    A weight of 0 has the index -1: no key of the row is behind it.
+    """
     for rows, block in matrix.blocks():
         indices = _largest(block, form.size)
-        into["indices"][..., rows, :] = indices
-        into["weights"][..., rows, :] = block.gather(-1, indices)
+        weights = block.gather(-1, indices)
+        into["indices"][..., rows, :] = indices.masked_fill_(weights == 0, -1)
+        into["weights"][..., rows, :] = weights
 
 
 def _largest(block_XRS: Tensor, k: int) -> Tensor:
@@ -257,7 +261,7 @@ def _keep_stats(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -
         into["entropy"][..., rows] = entropy
         into["effective_keys"][..., rows] = entropy.exp().masked_fill_(unseen, 0.0)
         into["largest"][..., rows] = largest
-        into["largest_index"][..., rows] = index.masked_fill_(unseen, -1)
+        into["largest_index"][..., rows] = index.masked_fill_(largest == 0, -1)
     into["received"].copy_(received)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -18,6 +19,7 @@ from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_options import MAX_HEADS, NESTED_FIELDS, LayerOptions
 from qkv.attention.layers.layer_reader import read_layer
 from qkv.attention.layers.layer_weights import Array
+from qkv.attention.layers.qk_norm import QKNorm
 from qkv.attention.layers.rope import Rope
 from qkv.errors import InvalidContent
 from qkv.jobs.detection_check import check_bytes, read_check, refuse_doubtful
@@ -152,6 +154,8 @@ def convert_message(
     }
     fields = fields.model_copy(update=recognized)
     layer = _read_layer(fields, tensors)
+    positions = {"alibi": best.variation.alibi, "qk_norm": best.variation.norm or QKNorm()}
+    layer = replace(layer, options=layer.options.model_copy(update=positions))
     refuse_doubtful(detection, [*layer.tensors.values(), *check])
     return _converted(layer, fields, message, raise_if_stopped, listed)
 
@@ -191,6 +195,7 @@ def _converted(
         "ignored": list(layer.ignored),
         **(listed or {}),
         "rotary_order": converted.rotary_order,
+        "layer": converted.options.model_dump(exclude_defaults=True),
         "tensors": None,
         "check": converted.check,
     }

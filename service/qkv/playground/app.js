@@ -15,7 +15,13 @@ import { formatLabels, matchLabels, parseLabels } from "./inputs/labels.js";
 import { createControls, showCausalNote } from "./inputs/parameter_form.js";
 import { applyRequest } from "./inputs/pasted_request.js";
 import { createTensorList, inputFiles, keptLayer, missingInputs } from "./inputs/tensor_list.js";
-import { describeOutput, describeRun, missingMessage, showKind } from "./run_summary.js";
+import {
+  describeOutput,
+  describeRandomInputs,
+  describeRun,
+  missingMessage,
+  showKind,
+} from "./run_summary.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
 import { createHeadGrid } from "./weights/head_grid.js";
@@ -239,6 +245,7 @@ function draw() {
   const { rows: queries, cols: keys } = view.request;
   setText(findById("labels-note"), matchLabels(state.labels, queries, keys).note);
   findById("weights").classList.toggle("without", !view.weights);
+  setText(findById("random-note"), describeRandomInputs(state, [view.request.variant]));
   if (view.weights) {
     const matrix = weightsMatrix(view, state.head, state.labels);
     map.show(matrix);

@@ -2,14 +2,19 @@
 
 import { findById, formatTime } from "./dom.js";
 import { createTerm } from "./glossary.js";
+import { inputsFor } from "./inputs/tensor_list.js";
 import { describeStack, headName } from "./weights/head_grid.js";
 import { outputIndex } from "./weights/heatmap_data.js";
 
 /** Returns the message for a variant whose inputs are not complete. */
 export function missingMessage(variant, names) {
-  const [last, ...before] = [...names].reverse();
-  const list = before.length ? `${before.reverse().join(", ")} and ${last}` : last;
-  return `${variant} requires ${list}: upload ${names.length > 1 ? "them" : "it"} too`;
+  return `${variant} requires ${joinNames(names)}: upload ${names.length > 1 ? "them" : "it"} too`;
+}
+
+/** Returns names as a list in a sentence: a, b and c. */
+function joinNames(names) {
+  const before = names.slice(0, -1);
+  return before.length ? `${before.join(", ")} and ${names.at(-1)}` : names[0];
 }
 
 /** Describes the sizes and the time of a run. */
@@ -19,6 +24,28 @@ export function describeRun({ request, timing, weights }) {
   const heads = weights?.stack > 1 ? `, ${describeStack(weights)}` : "";
   const elapsed = formatTime(timing.total_ms);
   return `${request.variant.variant}: ${queries}, ${keys}${heads}; ${elapsed} in the service.`;
+}
+
+/** Describes the random inputs of variants, whose map says nothing of a model; null if none. */
+export function describeRandomInputs({ tensors, layer }, variants) {
+  const notes = [];
+  const isSent = (variant, tensor) =>
+    Object.values(inputsFor(tensors, variant, layer)).includes(tensor);
+  const isRandom = ({ tensor, isRandom: own }) =>
+    own && variants.some((variant) => isSent(variant, tensor));
+  if (tensors.some(isRandom)) {
+    notes.push("The hidden states x are random. Upload those of a text to see its map.");
+  }
+  for (const variant of variants) {
+    const sent = inputsFor(tensors, variant, layer);
+    const drawn = Object.entries(variant.inputs)
+      .filter(([name, { random }]) => random && !(name in sent))
+      .map(([name]) => name);
+    if (!drawn.length) continue;
+    const verb = drawn.length > 1 ? "are" : "is";
+    notes.push(`${joinNames(drawn)} of ${variant.variant} ${verb} random: the request has none.`);
+  }
+  return notes.join(" ") || null;
 }
 
 /** Describes the size of the output of a head. */

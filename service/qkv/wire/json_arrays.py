@@ -113,9 +113,10 @@ class NestedLists:
             types = set(map(type, values))
         if not types <= {int, float}:
             at, odd = next((i, v) for i, v in enumerate(values) if type(v) not in (int, float))
+            place = f" at {list(self._index(at))}" if self.shape else ""
             raise InvalidContent(
-                f"{self._name} is invalid at {list(self._index(at))}: got {format_node(odd)}, "
-                'expected all numbers (or "NaN", "Infinity", "-Infinity"), or all booleans',
+                f"{self._name} is invalid{place}: got {format_node(odd)}, expected nested lists "
+                'of numbers (or "NaN", "Infinity", "-Infinity"), or of booleans',
                 pointer=self._pointer,
             )
         whole = types == {int} and min(values) >= -(2**63) and max(values) < 2**63
@@ -123,7 +124,7 @@ class NestedLists:
         return RawTensor.from_numpy(np.array(values, dtype).reshape(self.shape), is_untyped=True)
 
     def _index(self, at: int) -> tuple[int, ...]:
-        return tuple(int(i) for i in np.unravel_index(at, self.shape)) if self.shape else ()
+        return tuple(int(i) for i in np.unravel_index(at, self.shape))
 
 
 def _numbers(node: list[Any]) -> Array | None:

@@ -78,10 +78,16 @@ def decode(body: bytes | memoryview, group: str) -> Message:
             f"a safetensors file is too short: got {len(view)} bytes, expected at least 8"
         )
     length = int.from_bytes(view[:8], "little")
-    if length > min(_MAX_HEADER, len(view) - 8):
+    if length > len(view) - 8:
         raise MalformedRequest(
-            f"the header has a wrong length: got {length} bytes, expected at most "
-            f"{min(_MAX_HEADER, len(view) - 8)}"
+            f"the header has a wrong length: got {length} bytes, expected at most the "
+            f"{len(view) - 8} bytes after the length"
+        )
+    if length > _MAX_HEADER:
+        raise MalformedRequest(
+            f"the header is too long: got {length} bytes of names, shapes and fields, expected "
+            f"at most {_MAX_HEADER}. Send numbers as tensors instead of lists in a field, and "
+            "only the tensors of one layer"
         )
     header = _header(bytes(view[8 : 8 + length]))
     metadata = header.pop(_METADATA, {})

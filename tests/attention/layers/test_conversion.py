@@ -35,8 +35,11 @@ def converted(
     response = post(server, state, source, target, **fields)
     assert response.status_code == 200, response.text
     reply = response.json()
-    assert list(reply) == ["from", "to", "prefix", "ignored", "rotary_order", "tensors", "check"]
+    assert reply.keys() == {
+        "from", "to", "prefix", "ignored", "rotary_order", "layer", "tensors", "check"
+    }  # fmt: skip
     assert (reply["prefix"], reply["ignored"], reply["rotary_order"]) == ("", [], None)
+    assert reply["layer"]["layout"] == target
     assert (reply["from"], reply["to"]) == (source, target)
     return {n: as_array(t) for n, t in reply["tensors"].items()}, reply["check"]
 
@@ -171,6 +174,16 @@ def test_bias_is_rejected_for_v1(server: Server, biased: tuple[str, ...]) -> Non
     assert name in problem["detail"]
     assert "augment" in problem["detail"]
     assert problem["pointer"] == f"/tensors/{name}"
+
+
+def test_refusal_of_a_bias_says_what_was_got_and_what_to_do(server: Server) -> None:
+    state: State = {"in_proj_weight": np.ones((12, 4)), "in_proj_bias": np.ones(12)}
+    state["out_proj.weight"] = np.ones((4, 4))
+    problem = post(server, state, "mha", "v1", heads=2).json()
+    assert problem["detail"].startswith(
+        "in_proj_bias has no place in v1: got query bias, expected a target that holds it: bert, "
+    )
+    assert 'Set "bias" to "augment" to store each bias as one more row' in problem["detail"]
 
 
 @pytest.mark.parametrize("dtype", FLOATING)

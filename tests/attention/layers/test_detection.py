@@ -183,6 +183,7 @@ def test_best_candidate_is_converted(server: Server) -> None:
     reply = post(server, x, y, to="bloom").json()
     assert (reply["from"], reply["to"], reply["detected"][0]["heads"]) == ("v1", "bloom", 2)
     assert set(reply["tensors"]) == {"query_key_value.weight", "dense.weight"}
+    assert reply["layer"] == {"layout": "bloom", "heads": 2, "kv_heads": 2}
     assert reply["check"]["largest_absolute_difference"] < 1e-9
 
 

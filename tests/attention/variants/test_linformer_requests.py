@@ -61,7 +61,7 @@ def test_axes_that_no_tensor_binds() -> None:
 
 def test_misfits_are_rejected_before_the_queue() -> None:
     tensors = [raw(torch.randn(1, 1, 8, 4)) for _ in range(3)]
-    with pytest.raises(InvalidContent, match=r"got S=8 keys, expected at most N=7"):
+    with pytest.raises(InvalidContent, match=r"columns: got N=7, expected at least S=8"):
         job(*tensors, raw(torch.randn(3, 7)))
     with pytest.raises(
         InvalidContent, match=r"'rank' does not fit the projections: got 4, expected R=3"
@@ -107,7 +107,8 @@ def test_rank_seed_and_short_projections_are_rejected(server: Server) -> None:
     body = {"inputs": INPUTS | {"key_projection": [[1]]}}
     problem = assert_problem(server.http.post(PATH, json=body), 422)
     assert problem["detail"] == (
-        "the projections are for fewer keys: got S=2 keys, expected at most N=1"
+        "key_projection or value_projection has too few columns: got N=1, expected at least S=2, "
+        "one for each key"
     )
     assert problem["pointer"] == "/inputs"
 
@@ -131,7 +132,7 @@ def test_over_http(server: Server) -> None:
     assert np.shape(found["map"]) == (2, 3, 2)
     body["inputs"] = x | {"value_projection": [[1, 2], [3, 4]]}
     problem = assert_problem(server.http.post(PATH, json=body), 422)
-    assert "got S=3 keys, expected at most N=2" in problem["detail"]
+    assert "got N=2, expected at least S=3" in problem["detail"]
 
 
 @each("stack", [False, True])

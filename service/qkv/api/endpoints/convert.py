@@ -140,9 +140,12 @@ def _response() -> Schema:
         description="If the request has `check`: candidates, best first.",
     )
     order = {"description": "Of the response; null if it is unknown."}
+    options = model_fields(LayerOptions) | {"layout": LAYOUT}
+    about = "Of a request with the tensors, without fields at their defaults."
     converted = layer | {
         "to": LAYOUT,
         "rotary_order": nullable(_ROTARY_ORDER) | order,
+        "layer": named("ConvertedLayer", closed(options, ["layout"])) | {"description": about},
         "tensors": LAYER_TENSORS,
         "check": named("ConversionCheck", closed(compared)),
     }

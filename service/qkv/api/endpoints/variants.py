@@ -118,7 +118,9 @@ def _entry_schema() -> Schema:
     """Returns the component of a variant in the catalogue."""
     letters = list_of(TEXT, description="One letter per axis.")
     dtypes = list_of(enumeration("Dtype", DTYPES))
-    tensor = closed({"shape": letters, "broadcasts": FLAG, "dtypes": dtypes, "optional": FLAG})
+    random = FLAG | {"description": "True if a request without it gets one drawn at random."}
+    flags = {"broadcasts": FLAG, "optional": FLAG, "random": random}
+    tensor = closed({"shape": letters, "dtypes": dtypes, **flags})
     output = closed({"shape": letters, "dtype": TEXT})
     words = ("variant", "summary", "formula", "paper", "cost", "weights")
     return named(

@@ -10,6 +10,7 @@ import numpy as np
 from qkv.attention.layers import bias_rows, layout_catalogue
 from qkv.attention.layers.conversion_check import Side, check
 from qkv.attention.layers.layer import Layer
+from qkv.attention.layers.layer_options import LayerOptions
 from qkv.attention.layers.layer_weights import ROLES, Array, Weights
 from qkv.attention.layers.layout_catalogue import Layout, RotaryOrder
 from qkv.attention.layers.rope import reordered
@@ -24,11 +25,13 @@ class Converted(NamedTuple):
 
     Attributes:
         tensors: by name.
+        options: of a layer with these tensors.
         rotary_order: of the query's and key's channels; None: the conversion did not need it.
         check: largest differences between the outputs of both layers.
     """
 
     tensors: dict[str, Array]
+    options: LayerOptions
     rotary_order: RotaryOrder | None
     check: dict[str, Any]
 
@@ -63,7 +66,7 @@ def convert(
     if bias == "augment":
         weights = _augmented(layer, weights, writer)
     rope = layer.options.rope
-    from_order = (rope and rope.order) or layer.layout.rotary_order
+    from_order = layer.layout.rotary_order if rope is None else layer.rotary_order
     order = to_order or writer.rotary_order or from_order
     if from_order is not None and order is not None and order != from_order:
         weights = _reordered(layer, weights, rope.dims if rope else None, order)
@@ -88,7 +91,14 @@ def convert(
         layer.options,
         raise_if_stopped,
     )
-    return Converted(tensors, order if from_order else None, result)
+    changes = {
+        "layout": target,
+        "prefix": None,
+        "kv_heads": heads.key if layer.has_heads else None,
+        "rope": rope and rope.model_copy(update={"order": order}),
+    }
+    options = layer.options.model_copy(update=changes)
+    return Converted(tensors, options, order if from_order else None, result)
 
 
 def _augmented(layer: Layer, weights: Weights, writer: Layout) -> Weights:
@@ -201,16 +211,14 @@ def _refuse_what_has_no_place(layer: Layer, weights: Weights, writer: Layout) ->
         if (role in ROLES and kind == "weight") or name in writer.holds:
             continue
         sent = layer.name_of(name)
-        reason = f"{sent} has no place in {writer.name}"
+        holders = [n for n, layout in layout_catalogue.known().items() if name in layout.holds]
+        detail = (
+            f"{sent} has no place in {writer.name}: got {name.replace('.', ' ')}, expected a "
+            f"target that holds it: {', '.join(holders)}"
+        )
         if writer.name == "v1" and role in ROLES:
-            module = sent.removesuffix(".bias")
-            reason += (
-                f", whose layer is x @ {module}. "
-                'Set "bias" to "augment" to store it as one more row of the weight, exactly, for x '
-                "with a column of ones"
+            detail += (
+                '. Set "bias" to "augment" to store each bias as one more row of its weight, '
+                "exactly, for x with a column of ones"
             )
-        elif writer.name == "v1" and role == "output":
-            reason += ", which has no biases. v2 holds it"
-        elif "norm" in name:
-            reason += ", which has no norm of queries and keys. llama holds it"
-        raise InvalidContent(reason, pointer=f"/tensors{pointer_to(sent)}")
+        raise InvalidContent(detail, pointer=f"/tensors{pointer_to(sent)}")

@@ -80,7 +80,8 @@ def infer_sizes(sizes: Mapping[str, int], parameters: Any) -> Mapping[str, int]:
     B, H, G, S, D, E = (sizes[letter] for letter in "BHGSDE")
     if sizes.get("N", S) < S:
         raise InvalidContent(
-            f"the projections are for fewer keys: got S={S} keys, expected at most N={sizes['N']}",
+            f"key_projection or value_projection has too few columns: got N={sizes['N']}, "
+            f"expected at least S={S}, one for each key",
             pointer="/inputs",
         )
     R = sizes.get("R") or parameters.rank or min(S, _MAX_DEFAULT_RANK)

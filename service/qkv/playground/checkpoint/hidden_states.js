@@ -10,7 +10,8 @@ const FLOATING = ["float64", "float32", "float16", "bfloat16"];
 export function createHiddenStates(rows, width, dtype) {
   const random = createNormal(SEED);
   const numbers = Float64Array.from({ length: rows * width }, random);
-  return { name: "x", role: "x", tensor: fromNumbers(numbers, [rows, width], dtype) };
+  const tensor = fromNumbers(numbers, [rows, width], dtype);
+  return { name: "x", role: "x", tensor, isRandom: true };
 }
 
 const castTensors = new WeakMap();

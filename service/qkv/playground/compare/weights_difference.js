@@ -4,6 +4,7 @@ import { post } from "../api.js";
 import { AUTO_RUN_BYTES, layerBytes } from "../data/request_body.js";
 import { fromWire, toNumbers } from "../data/tensors.js";
 import { formatFixed, h, setText } from "../dom.js";
+import { describeRandomInputs } from "../run_summary.js";
 import { headName } from "../weights/head_grid.js";
 import { Heatmap } from "../weights/heatmap.js";
 import { headMatrix } from "../weights/heatmap_data.js";
@@ -24,6 +25,7 @@ import {
 export function createDifferencePanel(root, state, callbacks) {
   const select = h("select", { id: "other", change: () => run() });
   const label = h("label", { for: "other" });
+  const note = h("p", { class: "note", hidden: true });
   const about = h("p", { class: "hint", role: "status" });
   const error = h("p", { class: "error", hidden: true });
   const figure = h("figure", { class: "map", "aria-label": "Difference map" });
@@ -32,7 +34,7 @@ export function createDifferencePanel(root, state, callbacks) {
     h("h3", {}, "Difference map"),
     field,
     error,
-    h("div", { class: "weights" }, figure, h("div", { class: "beside" }, about)),
+    h("div", { class: "weights" }, figure, h("div", { class: "beside" }, note, about)),
   );
   const map = new Heatmap(figure, {
     maxHeight: 480,
@@ -46,11 +48,13 @@ export function createDifferencePanel(root, state, callbacks) {
     if (!view || !other) return;
     const numbers = view.weights.numbers.map((value, at) => value - other.numbers[at]);
     const matrix = headMatrix(view, state.head, state.labels, numbers);
-    const names = [view.request.variant.variant, other.name];
+    const variants = [view.request.variant, other.variant];
+    const names = variants.map(({ variant }) => variant);
     map.show({
       ...matrix,
       label: `${names.join(" minus ")}: ${matrix.rows} by ${matrix.cols}. Arrow keys move.`,
     });
+    setText(note, describeRandomInputs(state, variants));
     about.textContent = describeDifference(matrix, names, {
       rows: view.request.rows,
       isPooled: view.request.bins !== null,
@@ -75,7 +79,7 @@ export function createDifferencePanel(root, state, callbacks) {
       });
       const numbers = toNumbers(fromWire(result.outputs.weights));
       if (signal.aborted || numbers.length !== view.weights.numbers.length) return;
-      other = { name: variant.variant, numbers };
+      other = { variant, numbers };
       setText(error, null);
       figure.hidden = false;
       draw();
@@ -84,6 +88,7 @@ export function createDifferencePanel(root, state, callbacks) {
       setText(error, problem.detail ?? problem.message);
       figure.hidden = true;
       about.textContent = "";
+      setText(note, null);
     }
   };
 
@@ -125,15 +130,25 @@ function describeDifference(
   { rows: length, isPooled, head },
 ) {
   let [sum, worst, at] = [0, -1, 0];
+  let [queries, nanQueries] = [0, 0];
   for (let row = 0; row < rows; row += 1) {
     let distance = 0;
     for (let col = 0; col < cols; col += 1) distance += Math.abs(numbers[row * cols + col]) / 2;
-    sum += distance * (firstOfBin(row + 1, rows, length) - firstOfBin(row, rows, length));
+    const height = firstOfBin(row + 1, rows, length) - firstOfBin(row, rows, length);
+    if (Number.isNaN(distance)) {
+      nanQueries += height;
+      continue;
+    }
+    queries += height;
+    sum += distance * height;
     if (distance > worst) [worst, at] = [distance, row];
   }
   const [first, second] = names;
-  const colours = `Blue where ${first} has more weight, orange where ${second} has.`;
-  const [mean, max] = [formatFixed(sum / length, 3), formatFixed(worst, 3)];
+  const rowCount = `${nanQueries} ${nanQueries === 1 ? "row has" : "rows have"}`;
+  const nanNote = nanQueries ? ` ${rowCount} NaN, and no part in the figures.` : "";
+  const colours = `Blue where ${first} has more weight, orange where ${second} has.${nanNote}`;
+  if (!queries) return colours;
+  const [mean, max] = [formatFixed(sum / queries, 3), formatFixed(worst, 3)];
   if (!isPooled) {
     return `${colours} Total variation of a row${head}: ${mean} on average, at most ${max} (${rowName(at)}).`;
   }

@@ -26,6 +26,14 @@ export function pickColour({ up, down }, share) {
   return [ramp[at], ramp[at + 1], ramp[at + 2]];
 }
 
+/** Returns the largest absolute value of the finite numbers; 0 if there is none. */
+export function largestSize(numbers) {
+  let largest = 0;
+  for (const value of numbers)
+    if (Number.isFinite(value)) largest = Math.max(largest, Math.abs(value));
+  return largest;
+}
+
 /** True if dark text has more contrast on a colour than white text (WCAG 2, relative luminance). */
 export function isLight(rgb) {
   const linear = rgb.map((u) => (u <= 10 ? u / 3294.6 : ((u / 255 + 0.055) / 1.055) ** 2.4));

@@ -2,9 +2,11 @@
 
 import { formatFixed, formatNumber, h, setText } from "../dom.js";
 import { isDark } from "../theme.js";
-import { createPalette, isLight, pickColour } from "./colors.js";
+import { createPalette, isLight, largestSize, pickColour } from "./colors.js";
 import { computeLayout, drawAxes } from "./heatmap_axes.js";
 import { listenToPointer } from "./heatmap_pointer.js";
+
+const NOT_FINITE = [160, 160, 160]; // RGB of NaN and of infinity
 
 /** A heat map in a figure. */
 export class Heatmap {
@@ -78,12 +80,9 @@ export class Heatmap {
    */
   show(matrix) {
     this.matrix = matrix;
-    this.largest = 0;
-    this.isSigned = false;
-    for (const value of matrix.scaleNumbers ?? matrix.numbers) {
-      if (Math.abs(value) > this.largest && Number.isFinite(value)) this.largest = Math.abs(value);
-      if (value < 0) this.isSigned = true;
-    }
+    const scaleNumbers = matrix.scaleNumbers ?? matrix.numbers;
+    this.largest = largestSize(scaleNumbers);
+    this.isSigned = scaleNumbers.some((value) => value < 0);
     this.cursor = null;
     this.showReadout(null);
     setText(this.about, matrix.about);
@@ -95,7 +94,7 @@ export class Heatmap {
   repaint() {
     if (!this.matrix) return;
     this.colours = createPalette(isDark());
-    this.image = renderCells(this.matrix, (value) => this.share(value), this.colours);
+    this.image = renderCells(this.matrix, (value) => this.colourOf(value));
     this.drawLegend();
     this.draw();
   }
@@ -104,6 +103,12 @@ export class Heatmap {
   share(value) {
     const share = this.largest ? value / this.largest : 0;
     return this.usesRoot ? Math.sign(share) * Math.sqrt(Math.abs(share)) : share;
+  }
+
+  /** Returns the RGB of a number; null for a cell without one, which stays empty. */
+  colourOf(value) {
+    if (value === 0 || (this.isSmall && Number.isNaN(value))) return null;
+    return Number.isFinite(value) ? pickColour(this.colours, this.share(value)) : NOT_FINITE;
   }
 
   /** Shows the cell at the cursor, or the hint if `text` is null. */
@@ -172,9 +177,9 @@ export class Heatmap {
     context.textAlign = "center";
     context.textBaseline = "middle";
     matrix.numbers.forEach((value, at) => {
-      if (!value) return;
-      const isLightCell = isLight(pickColour(this.colours, this.share(value)));
-      context.fillStyle = isLightCell ? "#0b111a" : "#ffffff";
+      const colour = this.colourOf(value);
+      if (!colour) return;
+      context.fillStyle = isLight(colour) ? "#0b111a" : "#ffffff";
       const [row, col] = [Math.floor(at / matrix.cols), at % matrix.cols];
       context.fillText(
         formatCell(value),
@@ -241,17 +246,14 @@ export class Heatmap {
   }
 }
 
-/** Renders the cells, one pixel each; a weight of exactly 0 stays empty. */
-function renderCells({ rows, cols, numbers }, share, colours) {
+/** Renders the cells, one pixel each; a cell without a colour stays empty. */
+function renderCells({ rows, cols, numbers }, colourOf) {
   const canvas = h("canvas", { width: cols, height: rows });
   const context = canvas.getContext("2d");
   const pixels = context.createImageData(cols, rows);
   numbers.forEach((value, at) => {
-    if (!value) return;
-    const [red, green, blue] = Number.isFinite(value)
-      ? pickColour(colours, share(value))
-      : [160, 160, 160];
-    pixels.data.set([red, green, blue, 255], 4 * at);
+    const colour = colourOf(value);
+    if (colour) pixels.data.set([...colour, 255], 4 * at);
   });
   context.putImageData(pixels, 0, 0);
   return canvas;
@@ -259,8 +261,12 @@ function renderCells({ rows, cols, numbers }, share, colours) {
 
 /** Draws a thumbnail: the cells alone. */
 export function drawThumbnail(matrix) {
-  const largest = matrix.numbers.reduce((max, value) => Math.max(max, Math.abs(value)), 0) || 1;
-  return renderCells(matrix, (value) => value / largest, createPalette(isDark()));
+  const largest = largestSize(matrix.numbers) || 1;
+  const palette = createPalette(isDark());
+  return renderCells(matrix, (value) => {
+    if (value === 0) return null;
+    return Number.isFinite(value) ? pickColour(palette, value / largest) : NOT_FINITE;
+  });
 }
 
 const formatCell = (value) => {

@@ -1,6 +1,7 @@
 // Prepares the matrices of a view for the heat maps, with labels and bars.
 
 import { matchLabels } from "../inputs/labels.js";
+import { largestSize } from "./colors.js";
 import { headName } from "./head_grid.js";
 import { binValues, firstOfBin } from "./weights_request.js";
 
@@ -56,9 +57,9 @@ export function weightsMatrix(view, head, labels) {
     rowBars: {
       values: entropy,
       label: "entropy",
-      max: Math.max(Math.log(request.cols), ...entropy),
+      max: Math.max(Math.log(request.cols), largestSize(entropy)),
     },
-    colBars: { values: received, label: "mass each key receives", max: largest(received) },
+    colBars: { values: received, label: "mass each key receives", max: largestSize(received) },
   };
 }
 
@@ -134,4 +135,3 @@ function sumByKey(received, count) {
   return sums;
 }
 
-const largest = (numbers) => numbers.reduce((most, value) => Math.max(most, Math.abs(value)), 0);

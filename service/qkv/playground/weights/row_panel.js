@@ -65,13 +65,18 @@ export function createRowPanel(root, onSelect) {
     selectButton.setAttribute("aria-label", isSelected ? "Unpin this row" : "Pin this row");
     input.max = rows - 1;
     if (document.activeElement !== input) input.value = row;
+    const nanCount = weights.filter(Number.isNaN).length;
+    const formatFact = (value, unit = "") =>
+      nanCount || value === undefined ? "–" : `${formatNumber(value, 3)}${unit}`;
     facts.replaceChildren(
-      createFact("Entropy", entropy === undefined ? "–" : `${formatNumber(entropy, 3)} nats`),
-      createFact(
-        "Effective keys",
-        effectiveKeys === undefined ? "–" : formatNumber(effectiveKeys, 3),
-      ),
+      createFact("Entropy", formatFact(entropy, " nats")),
+      createFact("Effective keys", formatFact(effectiveKeys)),
     );
+    table.hidden = nanCount > 0;
+    if (nanCount) {
+      about.textContent = describeNaN(nanCount, weights.length);
+      return;
+    }
     const sorted = sortByWeight(weights);
     const total = sorted.reduce((sum, { size }) => sum + size, 0);
     const largest = sorted[0]?.size || 1;
@@ -105,6 +110,15 @@ const clamp = (value, max) => Math.min(Math.max(Math.round(value) || 0, 0), max)
 function sortByWeight(weights) {
   const list = Array.from(weights, (weight, col) => ({ col, weight, size: Math.abs(weight) }));
   return list.sort((a, b) => b.size - a.size || a.col - b.col);
+}
+
+/** Describes a row with NaN, which has neither an order of keys nor an entropy. */
+function describeNaN(count, keys) {
+  const amount = count === keys ? "All weights" : `${count} of the ${keys} weights`;
+  return (
+    `${amount} of this row are NaN. The cause is a NaN or an infinity in its query, in a key that ` +
+    "it sees, or in its mask."
+  );
 }
 
 /** Describes how many keys have half of the mass, and how many have 90 %. */
