@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import DirectoryPath, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -133,6 +133,14 @@ class Settings(BaseSettings):
             "threads as there are workers, if no other request runs.",
         ),
     ] = 1
+    variants: Annotated[
+        DirectoryPath | None,
+        Field(
+            description="Folder of variants of one's own: each file NAME.py is served as the "
+            "variant NAME, beside those of the package. It is read and checked at the start; a "
+            "file that fails stops it."
+        ),
+    ] = None
     max_batch: Annotated[
         int,
         Field(
@@ -289,6 +297,13 @@ class Settings(BaseSettings):
             raise ValueError(f"QKV_DEVICE is {info.data.get('device')}: leave one of both out")
         if info.data.get("device_process") == "each":
             raise ValueError("QKV_DEVICE_PROCESS is each: leave one of both out")
+        return value
+
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _is_folder(cls, value: object) -> object:
+        if value == "":  # pathlib takes it as the current folder
+            raise ValueError("expected a folder")
         return value
 
     @field_validator("cors_origins")

@@ -40,6 +40,7 @@ from qkv.api.observability import ObservabilityMiddleware, RequestObserver
 from qkv.api.openapi import document
 from qkv.api.request_source import RequestSourceMiddleware, SourceRules
 from qkv.attention import catalogue
+from qkv.engine import own_variants
 from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.selection import find_device, new_device
 from qkv.engine.engine import GPU_MAX_BATCH, Engine
@@ -47,6 +48,7 @@ from qkv.engine.job_executor import JobExecutor
 from qkv.engine.load import Load
 from qkv.engine.remote.device_process import DeviceProcess
 from qkv.engine.remote.shared_memory import SharedMemory
+from qkv.errors import InvalidContent
 from qkv.settings import Settings
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.worker_state import SharedState, WorkerState
@@ -134,6 +136,7 @@ def _build_runtime(
     settings: Settings, worker: WorkerState | None, remote: JobExecutor | None
 ) -> Runtime:
     if worker is None:
+        _add_variants(settings)
         worker = new_shared_state(settings, 1).worker(0)
         worker.set_ready(True)
     engine: JobExecutor = remote or _new_engine(settings, settings.device, worker)
@@ -153,6 +156,18 @@ def _build_runtime(
         request_log=request_log,
         traces=traces,
     )
+
+
+def _add_variants(settings: Settings) -> None:
+    """Adds the variants of the folder of the settings, if there is one.
+
+    Raises:
+        QkvError: a file cannot be used, or fails its checks.
+    """
+    if settings.variants is not None:
+        for variant in own_variants.add_folder(settings.variants):
+            if failure := own_variants.failure(variant):
+                raise InvalidContent(failure)
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
 """The variants by name: the files of `variants/`, each with defaults for the parts it leaves out.
 
-`find` and `variants` are the entry points. `broken` has the files that cannot be used.
+`find` and `variants` are the entry points. `add` adds a file outside the package. `broken` has the
+files that cannot be used.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from qkv.attention.variant_file import BrokenRule, BrokenVariant
 from qkv.errors import NotFound
 
 __all__ = [
+    "add",
     "broken",
     "describe",
     "find",
@@ -32,15 +34,15 @@ _log = logging.getLogger(__name__)
 
 
 @cache
-def _catalogue() -> tuple[Mapping[str, Variant], Mapping[str, BrokenVariant]]:
+def _catalogue() -> tuple[dict[str, Variant], dict[str, BrokenVariant]]:
     """Reads all files; logs those that are broken, once in a process."""
     variants: dict[str, Variant] = {}
     errors: dict[str, BrokenVariant] = {}
-    for name in variant_file.module_names():
+    for path in variant_file.files(variant_file.FOLDER):
         try:
-            variants[name] = load(variant_file.FOLDER / f"{name}.py")
+            variants[path.stem] = load(path)
         except BrokenVariant as error:
-            errors[name] = error
+            errors[path.stem] = error
             _log.error("%s", error)
     return variants, errors
 
@@ -48,7 +50,7 @@ def _catalogue() -> tuple[Mapping[str, Variant], Mapping[str, BrokenVariant]]:
 def variants() -> Mapping[str, Variant]:
     """Returns every variant by name, sorted: the files in `variants/` that are not broken.
 
-    A file whose name begins with an underscore is no variant.
+    Those of `add` are beside them. A file whose name begins with an underscore is no variant.
     """
     return _catalogue()[0]
 
@@ -68,6 +70,23 @@ def find(name: str) -> Variant:
     if variant is None:
         reason = " (its file is broken: see the service's log)" if name in broken() else ""
         raise NotFound(f"no variant {name!r}{reason}; there are {', '.join(variants())}")
+    return variant
+
+
+def add(path: Path) -> Variant:
+    """Adds the variant of a file outside the package, and returns it.
+
+    Call it before requests arrive: a plan is sent to another process by the variant's name.
+
+    Raises:
+        BrokenVariant: the file breaks a rule of `variants/README.md`, or another has its name.
+    """
+    known, errors = _catalogue()
+    if path.stem in known or path.stem in errors:
+        raise BrokenVariant(path, f"another variant has the name {path.stem!r}")
+    known[path.stem] = variant = load(path)
+    for name in sorted(known):  # a dictionary has the order in which its names are put
+        known[name] = known.pop(name)
     return variant
 
 

@@ -26,8 +26,8 @@ __all__ = [
     "check_texts",
     "docstring_field",
     "example",
+    "files",
     "load_module",
-    "module_names",
     "one_line",
     "summary",
 ]
@@ -69,9 +69,9 @@ def example() -> str:
     return "" if match is None else match[1]
 
 
-def module_names() -> list[str]:
-    """Returns the names of the files in `variants/`, sorted, without those that begin with "_"."""
-    return sorted(f.stem for f in FOLDER.glob("*.py") if not f.stem.startswith("_"))
+def files(folder: Path) -> list[Path]:
+    """Returns the variant files in a folder, sorted: all but those whose names begin with "_"."""
+    return sorted(f for f in folder.glob("*.py") if not f.stem.startswith("_"))
 
 
 def load_module(path: Path) -> ModuleType:

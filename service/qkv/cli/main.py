@@ -60,6 +60,11 @@ def main() -> None:
     metavar="NAMES",
     help="Devices, such as cuda:0,cuda:1; each has a process.  [env var: QKV_DEVICES]",
 )
+@click.option(
+    "--variants",
+    metavar="DIR",
+    help="Folder of variants of one's own, NAME.py for each.  [env var: QKV_VARIANTS]",
+)
 def serve(**flags: Any) -> None:
     """Serves over HTTP until Ctrl-C or SIGTERM.
 

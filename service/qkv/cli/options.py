@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from qkv.cli.checkpoint import is_checkpoint
+from qkv.cli.own_variants import add_variants_if_set
 from qkv.client.environment import DEFAULT_URL
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
 from qkv.wire import json
@@ -73,6 +74,7 @@ API_KEY: Final = click.option(
 LOCAL: Final = click.option(
     "--local",
     is_flag=True,
+    callback=add_variants_if_set,
     help="Run here, on the CPU, without a service.  Needs pip install '.[server]'.",
 )
 PARAMETERS: Final = click.option(

@@ -18,6 +18,7 @@ from qkv.cli.options import (
     typed_parameters,
 )
 from qkv.cli.output import echo
+from qkv.cli.own_variants import add_own_variants
 from qkv.cli.service import report
 from qkv.errors import InvalidContent
 from qkv.tensors import FLOATING
@@ -92,6 +93,7 @@ def oracle(
     with one_line_errors(typed | typed_parameters(parameters)):
         check_case_suffix(target)
         tensor_files.check_target(target, CASE_SUFFIXES)
+        add_own_variants()
         from qkv.testing.case_file import CaseFile
         from qkv.testing.case_spec import CaseSpec
 

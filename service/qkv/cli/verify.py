@@ -28,6 +28,7 @@ from qkv.cli.options import (
 )
 from qkv.cli.oracle import check_case_suffix
 from qkv.cli.output import echo
+from qkv.cli.own_variants import add_own_variants
 from qkv.cli.service import line_width
 from qkv.client.progress_bar import ProgressBar
 from qkv.errors import InvalidContent, QkvError
@@ -146,6 +147,7 @@ def _verify_file(variant: str, case: Path, results: Path) -> Report:
     with one_line_errors():
         check_case_suffix(case)
         message, outputs = tensor_files.read(case, "inputs"), tensor_files.read(results, "outputs")
+        add_own_variants()
         from qkv.testing.case_file import CaseFile, read_results
         from qkv.testing.judgement import judge
 
@@ -179,6 +181,7 @@ def _verify_program(
     """Runs a program on all families, with a progress bar."""
     typed = typed_flags(exec=command, sizes=sizes, seed=seed)
     with one_line_errors(typed | typed_parameters(parameters)):
+        add_own_variants()
         from qkv.testing.program import Program
         from qkv.testing.verification import select_dtypes, select_families, verify_runner
 

@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from importlib import import_module
+from pathlib import Path
 
 import click
 
 from qkv.api.app import new_shared_state
+from qkv.engine import own_variants
 from qkv.engine.device.selection import find_device
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.server import listener
+from qkv.server.forked_lines import forked_lines
 from qkv.server.process import limit_malloc_arenas, usable_cpus
 from qkv.server.supervisor import Supervisor
 from qkv.settings import Settings
@@ -34,6 +35,8 @@ def serve(settings: Settings) -> int:
     if settings.metrics_port is not None:
         sockets.append(listener.listen(settings.host, settings.metrics_port))
     devices = _find_devices(settings)
+    if settings.variants is not None:
+        _add_variants(settings.variants)
     is_cpu = devices[0] == "cpu"
     # on GPUs, a worker reads requests as fast as one device runs them
     workers = settings.workers or (usable_cpus() if is_cpu else min(len(devices), usable_cpus()))
@@ -62,6 +65,21 @@ def _load_tracing(settings: Settings) -> None:
         ) from None
 
 
+def _add_variants(folder: Path) -> None:
+    """Adds the variants of a folder, before the workers are forked.
+
+    Raises:
+        click.ClickException: one of them fails its checks.
+        QkvError: a file cannot be used.
+    """
+    variants = own_variants.add_folder(folder)
+    lines = forked_lines(lambda: map(own_variants.failure, variants))
+    if len(lines) < len(variants):
+        lines.append(f"{variants[len(lines)].module.__file__} ends the process that checks it")
+    if failures := list(filter(None, lines)):
+        raise click.ClickException("; ".join([*failures, "the service does not start"]))
+
+
 def _new_shared_memory(regions: int, size: int) -> SharedMemory:
     try:
         return SharedMemory(regions, size)
@@ -75,23 +93,11 @@ def _new_shared_memory(regions: int, size: int) -> SharedMemory:
 def _find_devices(settings: Settings) -> list[str]:
     """Returns the names of the devices that the service will use; at least one.
 
-    A forked process finds them: if the supervisor initialised the driver, its children could not
-    use it.
-
     Raises:
         click.ClickException: torch finds no such device.
     """
     names = settings.device_names or [settings.device]
-    reader, writer = os.pipe()
-    if not (pid := os.fork()):
-        with contextlib.suppress(BaseException):
-            for name in names:
-                os.write(writer, f"{find_device(name)}\n".encode())
-        os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        devices = pipe.read().decode().splitlines()
-    os.waitpid(pid, 0)
+    devices = forked_lines(lambda: (str(find_device(name)) for name in names))
     if len(devices) < len(names):
         setting = f"QKV_DEVICES has {names[len(devices)]}"
         if not settings.device_names:

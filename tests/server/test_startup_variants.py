@@ -1,0 +1,127 @@
+"""The variants of the folder `QKV_VARIANTS` are checked at the start; every process serves them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import pytest
+
+from qkv.attention import variant_file
+from support.processes import TIMEOUT_S, Process, wait_until
+from support.service_processes import child_pids, device_process_pid, status_of
+
+COSINE: Final = variant_file.example()
+QUERY: Final = [[1.0, 0.0], [0.0, 2.0]]
+INPUTS: Final = {"query": QUERY, "key": QUERY, "value": [[1.0], [3.0]]}
+
+WITHOUT_WORKERS: Final = """
+import sys
+from fastapi.testclient import TestClient
+from qkv.api.app import create_app
+from qkv.settings import Settings
+http = TestClient(create_app(Settings(device="cpu", variants=sys.argv[1])))
+print(http.get("/v1/variants/cosine").status_code)
+"""
+
+pytestmark = pytest.mark.process
+
+
+def run_cosine(url: str) -> Any:
+    """Runs the variant on a new connection, which any worker accepts; returns its output."""
+    response = httpx.post(f"{url}/v1/attention/cosine", json={"inputs": INPUTS}, timeout=TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    return response.json()["outputs"]["output"]
+
+
+def expected_output() -> Any:
+    """Returns the output: queries and keys are the two unit vectors after normalization."""
+    near = np.e / (np.e + 1)
+    return [[near + 3 * (1 - near)], [1 - near + 3 * near]]
+
+
+@pytest.mark.representative
+def test_variants_of_a_folder_are_served(tmp_path: Path, command: Callable[..., Process]) -> None:
+    """By workers that send jobs to a device process, also after each of them was replaced."""
+    (tmp_path / "cosine.py").write_text(COSINE)
+    (tmp_path / "_notes.py").write_text("no Python")
+    words = ("serve", "--port", "0", "--workers", "2", "--variants", str(tmp_path))
+    service = command(*words, QKV_DEVICE_PROCESS="one")
+    url = service.url
+    listed = httpx.get(f"{url}/v1/variants", timeout=TIMEOUT_S).json()["variants"]
+    names = [entry["variant"] for entry in listed]
+    assert {"cosine", "softmax"} < set(names)
+    assert names == sorted(names)
+    document = httpx.get(f"{url}/openapi.json", timeout=TIMEOUT_S).json()
+    assert document["paths"]["/v1/attention/cosine"]["post"]
+    assert set(document["components"]["schemas"]["CosineInputs"]["required"]) == set(INPUTS)
+    for _ in range(4):
+        assert np.allclose(run_cosine(url), expected_output(), rtol=1e-6)
+    device_process = device_process_pid(service)
+    for victim in child_pids(service.popen.pid):
+        os.kill(victim, signal.SIGKILL)
+    wait_until(
+        lambda: (
+            len(pids := child_pids(service.popen.pid)) == 3
+            and device_process not in pids
+            and status_of(url, "/readyz") == 200
+        )
+    )
+    assert np.allclose(run_cosine(url), expected_output(), rtol=1e-6)
+    assert service.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("wrong", COSINE.replace("@ value\n", "@ value.square()\n"),
+         "wrong.py fails 1 of the checks of `qkv check-variant`: weights: weights @ value is off"),
+        ("broken", COSINE.replace(') -> Float[Tensor, "B H L E"]:', "):"),
+         "broken.py is no variant: attend has no return annotation"),
+        ("softmax", COSINE, "softmax.py is no variant: another variant has the name 'softmax'"),
+        ("ends", COSINE.replace("    return", "    import os; os._exit(0)\n    return"),
+         "ends.py ends the process that checks it"),
+        ("_none", COSINE, "QKV_VARIANTS has no variant: got "),
+    ],
+)  # fmt: skip
+def test_file_that_fails_stops_the_start(
+    tmp_path: Path, command: Callable[..., Process], name: str, text: str, problem: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text(text)
+    process = command("serve", "--port", "0", "--workers", "1", QKV_VARIANTS=str(tmp_path))
+    assert process.wait() == 1
+    (line,) = process.lines
+    assert line.startswith("Error: ")
+    assert problem in line
+
+
+@pytest.mark.parametrize("folder", ["", "missing"])
+def test_folder_must_exist(tmp_path: Path, command: Callable[..., Process], folder: str) -> None:
+    path = folder and str(tmp_path / folder)
+    process = command("serve", "--port", "0", QKV_VARIANTS=path)
+    assert process.wait() == 1
+    (line,) = process.lines
+    assert line.startswith(f"Error: setting variants (QKV_VARIANTS) is {path!r}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [(COSINE, "200"), (COSINE.replace("@ value\n", "@ value.square()\n"), "fails 1 of the checks")],
+)
+def test_application_without_workers_has_the_variants(
+    tmp_path: Path, text: str, status: str
+) -> None:
+    """Such as a replica of Ray Serve, which `qkv serve` does not start."""
+    (tmp_path / "cosine.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_WORKERS, str(tmp_path)],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert status in done.stdout + done.stderr
