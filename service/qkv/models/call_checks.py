@@ -13,7 +13,7 @@ from qkv.errors import InvalidContent
 from qkv.jobs.fields import field_error
 from qkv.models.model_call import Missed
 
-__all__ = ["CallFacts", "check_tensors", "parse_calls", "parse_missed"]
+__all__ = ["CallFacts", "check_tensors", "parse_calls", "parse_missed", "parse_tokens"]
 
 _FLOATS: Final = ("float64", "float32", "float16", "bfloat16")
 _AXES: Final = {"query": "BHLD", "key": "BGSD", "value": "BGSE", "output": "BHLE"}
@@ -48,6 +48,7 @@ class CallFacts(pydantic.BaseModel):
 
 _CALLS: Final = pydantic.TypeAdapter(list[CallFacts])
 _MISSED: Final = pydantic.TypeAdapter(list[Missed])
+_TOKENS: Final = pydantic.TypeAdapter(dict[_Count, list[str]])
 
 
 def parse_calls(where: str, text: str) -> list[CallFacts]:
@@ -68,6 +69,12 @@ def parse_missed(where: str, text: str) -> list[Missed]:
     """Parses the metadata `qkv_missed`; arguments and errors are those of `parse_calls`."""
     missed: list[Missed] = _parse(where, "qkv_missed", text, _MISSED)
     return missed
+
+
+def parse_tokens(where: str, text: str) -> dict[int, list[str]]:
+    """Parses the metadata `qkv_tokens`; arguments and errors are those of `parse_calls`."""
+    tokens: dict[int, list[str]] = _parse(where, "qkv_tokens", text, _TOKENS)
+    return tokens
 
 
 def _parse(where: str, key: str, text: str, expected: pydantic.TypeAdapter[Any]) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -17,9 +17,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qkv.client.arrays import to_raw
+from qkv.client.figures.tokens import Tokens
 from qkv.errors import InvalidContent, format_value
 from qkv.models.attention_call import AttentionCall
-from qkv.models.call_checks import CallFacts, check_tensors, parse_calls, parse_missed
+from qkv.models.call_checks import (
+    CallFacts,
+    check_tensors,
+    parse_calls,
+    parse_missed,
+    parse_tokens,
+)
+from qkv.models.call_tokens import cut_tokens
 from qkv.models.masks import Part, parts_of
 from qkv.models.model_call import Missed
 from qkv.wire.safetensors import DTYPES
@@ -29,6 +37,7 @@ __all__ = ["load_file", "save_file"]
 _SUFFIX: Final = ".safetensors"
 _CALLS: Final = "qkv_calls"
 _MISSED: Final = "qkv_missed"
+_TOKENS: Final = "qkv_tokens"
 _CODES: Final = {f"torch.{dtype}": code for code, dtype in DTYPES.items()}
 
 SavedPart: TypeAlias = tuple[AttentionCall, Part]
@@ -36,7 +45,10 @@ SavedPart: TypeAlias = tuple[AttentionCall, Part]
 
 
 def save_file(
-    path: str | os.PathLike[str], calls: Sequence[AttentionCall], missed: Sequence[Missed]
+    path: str | os.PathLike[str],
+    calls: Sequence[AttentionCall],
+    missed: Sequence[Missed],
+    tokens: Tokens | Mapping[int, Sequence[str]],
 ) -> None:
     """Writes calls to a file, one tensor at a time; the arguments are those of `Calls.save`."""
     target = Path(path)
@@ -46,6 +58,8 @@ def save_file(
     metadata = {_CALLS: json.dumps([_facts(*each) for each in saved])}
     if missed:
         metadata[_MISSED] = json.dumps(missed)
+    if tokens:
+        metadata[_TOKENS] = json.dumps(cut_tokens(saved, tokens))
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, x in _tensors(saved):
@@ -73,8 +87,10 @@ def save_file(
             unfinished.unlink()
 
 
-def load_file(path: str | os.PathLike[str]) -> tuple[list[AttentionCall], list[Missed]]:
-    """Reads the calls of a file, and the layers that were not captured.
+def load_file(
+    path: str | os.PathLike[str],
+) -> tuple[list[AttentionCall], list[Missed], dict[int, list[str]]]:
+    """Reads the calls of a file, the layers that were not captured, and the tokens.
 
     Raises:
         InvalidContent: the file is damaged, or no file of calls.
@@ -89,10 +105,10 @@ def load_file(path: str | os.PathLike[str]) -> tuple[list[AttentionCall], list[M
                 raise InvalidContent(f"{path} has no calls: expected a file of Calls.save")
             calls = parse_calls(where, metadata[_CALLS])
             missed = parse_missed(where, metadata.get(_MISSED, "[]"))
+            tokens = parse_tokens(where, metadata.get(_TOKENS, "{}"))
             names = set(file.keys())
-            return [
-                _call(index, facts, file, names, where) for index, facts in enumerate(calls)
-            ], missed
+            loaded = [_call(index, facts, file, names, where) for index, facts in enumerate(calls)]
+            return loaded, missed, tokens
     except SafetensorError as error:
         raise InvalidContent(f"{where}: {error}") from None
 
