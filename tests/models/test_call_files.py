@@ -87,6 +87,55 @@ def test_file_has_the_documented_tensors_and_facts(tmp_path: Path) -> None:
     assert torch.equal(tensors["calls.1.value"], call.value[[1]])
 
 
+def test_tokens_come_back_without_padding(tmp_path: Path) -> None:
+    mask = padding_mask([3, 5], 5, left=True)
+    calls = calls_of(
+        make_call("self", B=2, mask=mask, is_self=True), make_call("cross", B=2, L=2, S=4)
+    )
+    tokens = [["<pad>", "<pad>", "a", " cat", "\n"], [*"vwxyz"]]
+    path = tmp_path / "calls.safetensors"
+    calls.save(path, tokens=tokens)
+    found = qkv.load_calls(path)
+    expected = {0: ["a", " cat", "\n"], 1: [*"vwxyz"]}
+    assert found.tokens == expected
+    found.save(path)  # the calls of a file keep its tokens
+    assert qkv.load_calls(path).tokens == expected
+    with safe_open(path, framework="pt") as file:
+        assert json.loads(file.metadata()["qkv_tokens"]) == {"0": expected[0], "1": expected[1]}
+    one = calls_of(make_call("self"))
+    one.save(path, tokens=[*"abcde"])
+    assert qkv.load_calls(path).tokens == {0: [*"abcde"]}
+    one.save(path)
+    assert qkv.load_calls(path).tokens == {}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([*"abc"], "tokens of sequence 0 have the wrong length: got 3, expected 5, with padding"),
+        ("abcde", "tokens is one string"),
+        ([[*"abcde"]] * 3, "expected a list of strings, or one such list for each of B=2"),
+        ([[*"abcde"], [1, 2, 3, 4, 5]], r"tokens\[0\] is no string: got 1"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(tmp_path: Path, tokens: Any, message: str) -> None:
+    path = tmp_path / "calls.safetensors"
+    with pytest.raises(ValueError, match=message):
+        calls_of(make_call("a", B=2)).save(path, tokens=tokens)
+    assert not path.exists()
+
+
+def test_wrong_tokens_of_a_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "calls.safetensors"
+    calls_of(make_call()).save(path)
+    with safe_open(path, framework="pt") as file:
+        facts = file.metadata()["qkv_calls"]
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, path, metadata={"qkv_calls": facts, "qkv_tokens": '{"0": [1]}'})
+    with pytest.raises(InvalidContent, match="qkv_tokens"):
+        qkv.load_calls(path)
+
+
 def test_loaded_calls_have_the_same_comparison_rollout_and_mass(tmp_path: Path) -> None:
     lengths = [3, 5, 3]
     mask = padding_mask(lengths, 5, left=True)

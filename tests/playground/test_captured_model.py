@@ -20,12 +20,20 @@ from safetensors.torch import save_file
 from qkv.models.attention_call import AttentionCall
 from qkv.models.calls import Calls
 from support.accessibility import looks, problems
-from support.browser import Open, WatchedPage, read_weights, record_slices, wait_until_drawn
+from support.browser import (
+    Open,
+    WatchedPage,
+    choose_example,
+    read_weights,
+    record_slices,
+    wait_until_drawn,
+)
 from support.processes import wait_until
 from support.service import Server
 
 VARIANTS: Final = ("efficient", "linear", "sigmoid", "taylor")
 LAYER: Final = "model.layers.{}.self_attn"
+MAP: Final = "#map [role=application]"
 D: Final = 8
 ATOL: Final = 32 * 2.0**-23  # of figures below 4: eps of float32 times D times 4
 Call = dict[str, Any]
@@ -278,6 +286,42 @@ def test_chosen_head_is_drawn(
     first.click()
     expect(page.locator("#example-about")).to_contain_text("head 0, the first of 2 calls")
     expect(page.locator("#status")).to_have_text(re.compile("9 queries, 9 keys, 2 items"))
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_head_has_the_layer_head_and_tokens_of_the_model(
+    open_page: Open, server: Server, tmp_path: Path, has_tokens: bool
+) -> None:
+    """Labels that the user types stay at the next head of the same sequences."""
+    words = [["the", "cat", "sat"], ["a", "bird", "sang"]]
+    captured = Calls()
+    for n in range(2):
+        fields = {"mask": None, "sinks": None} | call_of(n, 3, batch=2, heads=[4, 5, 6, 7], seed=n)
+        captured.append(AttentionCall(index=n, **fields.pop("tensors"), **fields))
+    path = tmp_path / "calls.safetensors"
+    captured.save(path, tokens=words if has_tokens else None)
+    opened = open_page(server.url)
+    page = open_calls(opened, path)
+    compare(page, 2)
+    page.get_by_role("button", name=f"Load {LAYER.format(1)}, head 7").first.click()
+    place = page.locator("#place")
+    expect(place).to_have_text(f"{LAYER.format(1)}, head 7, sequence 0")
+    expect(page.locator(MAP)).to_have_attribute(
+        "aria-label", re.compile(re.escape(f"{LAYER.format(1)}, head 7, sequence 0: 3 queries"))
+    )
+    labels = page.get_by_label("Token labels")
+    expect(labels).to_have_value(" ".join(words[0]) if has_tokens else "")
+    page.get_by_role("group", name="Sequences").get_by_role("button").nth(1).click()
+    expect(place).to_have_text(f"{LAYER.format(1)}, head 7, sequence 1")
+    expect(labels).to_have_value(" ".join(words[1]) if has_tokens else "")
+    labels.fill("my own words")
+    page.get_by_role("button", name=f"Load {LAYER.format(0)}, head 5").first.click()
+    expect(place).to_have_text(f"{LAYER.format(0)}, head 5, sequence 0")
+    wait_until_drawn(opened)
+    expect(labels).to_have_value("my own words")
+    assert list(read_weights(page)) == ["my", "own", "words"]
+    choose_example(opened, "words")
+    expect(place).to_be_hidden()
 
 
 def test_call_without_figures_has_the_reason(

@@ -19,9 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qkv.client.arrays import to_raw
+from qkv.client.figures.tokens import Tokens
 from qkv.errors import InvalidContent, format_value
 from qkv.jobs.fields import field_error
 from qkv.models.attention_call import AttentionCall
+from qkv.models.call_tokens import cut_tokens
 from qkv.models.masks import Part, parts_of
 from qkv.models.model_call import Missed
 from qkv.wire.safetensors import DTYPES
@@ -31,6 +33,7 @@ __all__ = ["CallFacts", "check_tensors", "load_file", "parse_calls", "save_file"
 _SUFFIX: Final = ".safetensors"
 _CALLS: Final = "qkv_calls"
 _MISSED: Final = "qkv_missed"
+_TOKENS: Final = "qkv_tokens"
 _CODES: Final = {f"torch.{dtype}": code for code, dtype in DTYPES.items()}
 _FLOATS: Final = ("float64", "float32", "float16", "bfloat16")
 _AXES: Final = {"query": "BHLD", "key": "BGSD", "value": "BGSE", "output": "BHLE"}
@@ -68,7 +71,10 @@ SavedPart: TypeAlias = tuple[AttentionCall, Part]
 
 
 def save_file(
-    path: str | os.PathLike[str], calls: Sequence[AttentionCall], missed: Sequence[Missed]
+    path: str | os.PathLike[str],
+    calls: Sequence[AttentionCall],
+    missed: Sequence[Missed],
+    tokens: Tokens | Mapping[int, Sequence[str]],
 ) -> None:
     """Writes calls to a file, one tensor at a time; the arguments are those of `Calls.save`."""
     target = Path(path)
@@ -78,6 +84,8 @@ def save_file(
     metadata = {_CALLS: json.dumps([_facts(*each) for each in saved])}
     if missed:
         metadata[_MISSED] = json.dumps(missed)
+    if tokens:
+        metadata[_TOKENS] = json.dumps(cut_tokens(saved, tokens))
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, x in _tensors(saved):
@@ -105,8 +113,10 @@ def save_file(
             unfinished.unlink()
 
 
-def load_file(path: str | os.PathLike[str]) -> tuple[list[AttentionCall], list[Missed]]:
-    """Reads the calls of a file, and the layers that were not captured.
+def load_file(
+    path: str | os.PathLike[str],
+) -> tuple[list[AttentionCall], list[Missed], dict[int, list[str]]]:
+    """Reads the calls of a file, the layers that were not captured, and the tokens.
 
     Raises:
         InvalidContent: the file is damaged, or no file of calls.
@@ -121,10 +131,10 @@ def load_file(path: str | os.PathLike[str]) -> tuple[list[AttentionCall], list[M
                 raise InvalidContent(f"{path} has no calls: expected a file of Calls.save")
             calls = parse_calls(where, metadata[_CALLS])
             missed = parse_missed(where, metadata.get(_MISSED, "[]"))
+            tokens = parse_tokens(where, metadata.get(_TOKENS, "{}"))
             names = set(file.keys())
-            return [
-                _call(index, facts, file, names, where) for index, facts in enumerate(calls)
-            ], missed
+            loaded = [_call(index, facts, file, names, where) for index, facts in enumerate(calls)]
+            return loaded, missed, tokens
     except SafetensorError as error:
         raise InvalidContent(f"{where}: {error}") from None
 
@@ -187,6 +197,13 @@ def parse_missed(where: str, text: str) -> list[Missed]:
     """Parses the metadata `qkv_missed`; arguments and errors are those of `parse_calls`."""
     missed: list[Missed] = _parse(where, _MISSED, text, pydantic.TypeAdapter(list[Missed]))
     return missed
+
+
+def parse_tokens(where: str, text: str) -> dict[int, list[str]]:
+    """Parses the metadata `qkv_tokens`; arguments and errors are those of `parse_calls`."""
+    adapter = pydantic.TypeAdapter(dict[_Count, list[str]])
+    tokens: dict[int, list[str]] = _parse(where, _TOKENS, text, adapter)
+    return tokens
 
 
 def _parse(where: str, key: str, text: str, expected: pydantic.TypeAdapter[Any]) -> Any:

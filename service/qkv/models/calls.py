@@ -9,6 +9,7 @@ from typing import Any, Self, overload
 from torch import Tensor
 
 from qkv.client.client import Client
+from qkv.client.figures.tokens import Tokens
 from qkv.client.request_builders import Choice
 from qkv.errors import InvalidContent
 from qkv.models.attention_call import AttentionCall
@@ -28,18 +29,21 @@ class Calls(Sequence[AttentionCall]):
 
     Attributes:
         missed: layers whose attention was not captured, with the reason.
+        tokens: of each sequence without padding, by its number in the model's batch; empty unless
+            the calls are from a file that has them.
     """
 
     def __init__(self) -> None:
         self._calls: list[AttentionCall] = []
         self.missed: list[Missed] = []
+        self.tokens: dict[int, list[str]] = {}
         self._unfinished: dict[str, PieceResults] = {}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Returns the calls of a file, as `qkv.load_calls` does."""
         calls = cls()
-        calls._calls, calls.missed = load_file(path)
+        calls._calls, calls.missed, calls.tokens = load_file(path)
         return calls
 
     @overload
@@ -199,19 +203,23 @@ class Calls(Sequence[AttentionCall]):
         chosen = choose_calls(self._calls, (), layers, calls, items)
         return received_mass(chosen, variant, client, parameters)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], tokens: Tokens | None = None) -> None:
         """Writes the calls to a .safetensors file, which `qkv.load_calls` and the playground read.
 
         Each group of sequences with the same padding becomes one call without padding.
 
         Args:
             path: the file; an existing file is replaced.
+            tokens: a string for each position, padding included, or such a list for each sequence
+                of the model's batch; None: those of the file that the calls are from. The
+                playground labels its maps with them.
 
         Raises:
             InvalidContent: the suffix is another one, or a tensor has a dtype of no file.
+            ValueError: the tokens do not fit the calls.
             OSError: the file cannot be written.
         """
-        save_file(path, self._calls, self.missed)
+        save_file(path, self._calls, self.missed, self.tokens if tokens is None else tokens)
 
     def __repr__(self) -> str:
         """Returns one line: the number of calls and layers, and of missed layers."""

@@ -11,17 +11,11 @@ import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
 import { listenToTerms } from "./glossary.js";
 import { EXAMPLES, findExample } from "./inputs/examples.js";
-import { formatLabels, matchLabels, parseLabels } from "./inputs/labels.js";
+import { formatLabels, labelsOfSequence, matchLabels, parseLabels } from "./inputs/labels.js";
 import { createControls, showCausalNote } from "./inputs/parameter_form.js";
 import { applyRequest } from "./inputs/pasted_request.js";
 import { createTensorList, inputFiles, keptLayer, missingInputs } from "./inputs/tensor_list.js";
-import {
-  describeOutput,
-  describeRandomInputs,
-  describeRun,
-  missingMessage,
-  showKind,
-} from "./run_summary.js";
+import * as summary from "./run_summary.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
 import { createHeadGrid } from "./weights/head_grid.js";
@@ -45,6 +39,7 @@ const state = {
   example: null, // id of the example, null for other tensors
   head: 0,
   selectedRow: null,
+  place: null, // of a head of a captured model
 };
 const main = document.querySelector("main");
 let view = null;
@@ -57,7 +52,9 @@ const updateRequestPanel = createRequestPanel(findById("request"), announce);
 const showRequest = (purpose, request) =>
   updateRequestPanel(purpose, { ...request, files: inputFiles(state.tensors) });
 const showHeads = createHeadGrid(findById("heads"), (head) => {
-  state.head = head;
+  const labels = labelsOfSequence(head, state);
+  if (labels !== state.labels) findById("labels").value = formatLabels(labels);
+  Object.assign(state, { head, labels });
   draw();
   differencePanel.draw();
 });
@@ -95,7 +92,7 @@ const runSoon = () => {
   expectRun();
   runDebounced();
 };
-const NEW_TENSORS = { labels: [], head: 0, selectedRow: null };
+const NEW_TENSORS = { labels: [], head: 0, selectedRow: null, place: null };
 const NO_REQUEST = { layer: null, dtype: null, pool: null };
 const tensorList = createTensorList(
   state,
@@ -129,10 +126,10 @@ const checkpoint = createCheckpointPanel(state, {
   announce,
 });
 const captured = createCapturedPanel(state, {
-  onHead: ({ tensors, parameters, note }) => {
+  onHead: ({ tensors, note, ...head }) => {
     checkpoint.close();
     const added = Object.entries(tensors).map(([name, tensor]) => ({ name, role: name, tensor }));
-    Object.assign(state, NEW_TENSORS, NO_REQUEST, { tensors: added, parameters, example: null });
+    Object.assign(state, NEW_TENSORS, NO_REQUEST, { ...head, tensors: added, example: null });
     state.variant = state.variants.get("softmax");
     showOwn(note);
     applyState();
@@ -171,7 +168,7 @@ function applyState() {
 
 function useExample(example) {
   const { tensors, labels, variant, parameters, layer = null, selectedRow = 1 } = example.create();
-  Object.assign(state, NO_REQUEST, { tensors, labels, layer, selectedRow, head: 0 });
+  Object.assign(state, NEW_TENSORS, NO_REQUEST, { tensors, labels, layer, selectedRow });
   state.example = example.id;
   state.parameters = { ...parameters };
   state.variant = state.variants.get(variant) ?? [...state.variants.values()][0];
@@ -210,7 +207,7 @@ async function run() {
   try {
     if (state.layerError) throw state.layerError;
     const missing = missingInputs(state);
-    if (missing.length) throw new Error(missingMessage(state.variant.variant, missing));
+    if (missing.length) throw new Error(summary.missingMessage(state.variant.variant, missing));
     const request = buildRequest(state);
     const newView = await fetchView(request, signal, onCall);
     if (signal.aborted) return;
@@ -220,7 +217,7 @@ async function run() {
     state.head = Math.min(state.head, (view.weights?.stack ?? 1) - 1);
     if (state.selectedRow >= request.rows) state.selectedRow = null;
     showRequest("weights", { path: request.path, body: heatmapBody(request) });
-    setText(findById("status"), describeRun(view));
+    setText(findById("status"), summary.describeRun(view));
     draw();
     differencePanel.update(view);
     comparePanel.update(request);
@@ -241,11 +238,11 @@ async function run() {
 
 function draw() {
   if (!view) return;
-  showKind(view.kind);
+  summary.showKind(view, state.head);
   const { rows: queries, cols: keys } = view.request;
   setText(findById("labels-note"), matchLabels(state.labels, queries, keys).note);
   findById("weights").classList.toggle("without", !view.weights);
-  setText(findById("random-note"), describeRandomInputs(state, [view.request.variant]));
+  setText(findById("random-note"), summary.describeRandomInputs(state, [view.request.variant]));
   if (view.weights) {
     const matrix = weightsMatrix(view, state.head, state.labels);
     map.show(matrix);
@@ -254,7 +251,7 @@ function draw() {
     rowSelection.draw(view);
   }
   output.show(outputMatrix(view, state.head, state.labels));
-  setText(findById("output-about"), describeOutput(view, state.head));
+  setText(findById("output-about"), summary.describeOutput(view, state.head));
 }
 
 function listen() {

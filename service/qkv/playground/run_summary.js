@@ -1,6 +1,6 @@
 // Describes runs in sentences: what is missing for one, and what one has computed.
 
-import { findById, formatTime } from "./dom.js";
+import { findById, formatTime, setText } from "./dom.js";
 import { createTerm } from "./glossary.js";
 import { inputsFor } from "./inputs/tensor_list.js";
 import { describeStack, headName } from "./weights/head_grid.js";
@@ -55,9 +55,10 @@ export function describeOutput(view, head) {
   return `${stack > 1 ? `${name} of ${stack}, ` : ""}${rows} × ${cols}`;
 }
 
-/** Shows the kind of the weights, a term of the glossary, beside their title. */
-export function showKind(kind) {
+/** Shows the kind of the weights, a term of the glossary, and the head of a captured model. */
+export function showKind({ kind, weights }, head) {
   const element = findById("kind");
   if (element.textContent !== (kind ?? "")) element.replaceChildren(kind ? createTerm(kind) : "");
   element.hidden = !kind;
+  setText(findById("place"), weights?.place ? headName(head, weights) : null);
 }

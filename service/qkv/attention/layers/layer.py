@@ -12,7 +12,7 @@ import numpy as np
 from qkv.attention.layers import alibi
 from qkv.attention.layers.layer_options import LayerOptions
 from qkv.attention.layers.layer_weights import ROLES, SINKS, Array, Weights, hollow
-from qkv.attention.layers.layout_catalogue import Layout
+from qkv.attention.layers.layout_catalogue import Layout, RotaryOrder
 from qkv.attention.layers.sent_tensors import Heads, KnownTensors
 from qkv.errors import InvalidContent
 
@@ -58,7 +58,7 @@ class Layer:
         return None if weight is None else int(weight.shape[1])
 
     @property
-    def rotary_order(self) -> str:
+    def rotary_order(self) -> RotaryOrder:
         """The order of the channels that a rotary embedding turns together."""
         rope = self.options.rope
         return (rope and rope.order) or self.layout.rotary_order or "half"

@@ -7,6 +7,7 @@ import { dtypeOf, isSafetensors } from "../data/safetensors.js";
 import { isObject, parseJson } from "../data/tensors.js";
 
 const KEY = "qkv_calls"; // of the metadata
+const TOKENS = "qkv_tokens"; // of the metadata: tokens of each sequence by its number
 const REQUIRED = ["query", "key", "value"];
 const OPTIONAL = ["sinks", "mask"]; // the mask is last: its bytes need no alignment
 const FLOATS = ["float64", "float32", "float16", "bfloat16"];
@@ -16,8 +17,9 @@ const FLOATS = ["float64", "float32", "float16", "bfloat16"];
  *
  * @param {File} file
  * @returns {Promise<Object[]|null>} null if the file has none. A call is {index, file, layer, heads,
- *   parameters, tensors}: `heads`: their numbers in the model; `parameters` of softmax; `tensors` by
- *   name, {dtype, shape, start, end}
+ *   items, tokens, parameters, tensors}: `heads`, `items`: the numbers of heads and sequences in the
+ *   model; `tokens`: a list for each sequence, empty if the file has none; `parameters` of softmax;
+ *   `tensors` by name, {dtype, shape, start, end}
  * @throws {Error} a message for the user
  */
 export async function readCalls(file) {
@@ -30,9 +32,11 @@ export async function readCalls(file) {
   if (!header || !Object.hasOwn(header.metadata, KEY)) return null;
   try {
     const table = new Map(header.tensors);
+    const tokens = parseTokens(header.metadata[TOKENS] ?? "{}");
     return parseCalls(header.metadata[KEY]).map((call, index) => ({
       file,
       ...readCall(call, index, table),
+      tokens: numbersOf(call.items).map((item) => tokens[item] ?? []),
     }));
   } catch (error) {
     throw new Error(`${file.name}: ${error.message}`);
@@ -85,6 +89,15 @@ function parseCalls(text) {
   return calls;
 }
 
+const numbersOf = (list) => (Array.isArray(list) ? list : []);
+
+function parseTokens(text) {
+  const tokens = parseJson(text);
+  const isList = (one) => Array.isArray(one) && one.every((token) => typeof token === "string");
+  if (isObject(tokens) && Object.values(tokens).every(isList)) return tokens;
+  throw new Error(`the metadata ${TOKENS} is invalid: expected a list of texts by sequence`);
+}
+
 function readCall(call, index, table) {
   const { layer, heads } = call;
   if (typeof layer !== "string") throw new Error(`call ${index} has no layer: expected its name`);
@@ -104,6 +117,7 @@ function readCall(call, index, table) {
     index,
     layer,
     heads,
+    items: numbersOf(call.items),
     parameters: softmaxParameters(call),
     tensors,
   };

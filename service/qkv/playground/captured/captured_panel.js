@@ -2,6 +2,7 @@
 
 import { findById, formatCount, h, setText } from "../dom.js";
 import { toSentence } from "../error_messages.js";
+import { labelsOfHead } from "../inputs/labels.js";
 import {
   ANCHOR,
   compareCall,
@@ -22,7 +23,8 @@ const OF_ONE_CALL = [413, 422]; // errors after which the other calls are still 
  * @param {Object} state of the page
  * @param {Object} callbacks
  * @param {(head: Object) => void} callbacks.onHead called with a head to load: {tensors, parameters,
- *   note}
+ *   note, labels, place}; `place`: {file, layer, head, items, tokens, lengths}, where `tokens` has a list
+ *   for each sequence, and `lengths` are those of queries and keys
  * @param {(text: string) => void} callbacks.announce
  * @returns {{take, repaint}} `take`: takes a captured file among files, returns the others
  */
@@ -219,7 +221,11 @@ export function createCapturedPanel(state, { onHead, announce }) {
       if (own !== loading) return;
       const which = having.length > 1 ? `, the first of ${having.length} calls` : "";
       const note = `${layer || "model"}, head ${head}${which}, from ${file.name}.`;
-      onHead({ tensors, parameters: { ...call.parameters }, note });
+      const lengths = [tensors.query, tensors.key].map(({ shape }) => shape.at(-2));
+      const tokens = call.tokens.map((list) => (lengths.includes(list.length) ? list : []));
+      const place = { file, layer, head, items: call.items, tokens, lengths };
+      const labels = labelsOfHead(place, state);
+      onHead({ tensors, parameters: { ...call.parameters }, note, labels, place });
       announce(`Loaded ${note}`);
     } catch (problem) {
       setText(error, toSentence(problem.message));

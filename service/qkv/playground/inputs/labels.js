@@ -40,6 +40,26 @@ export function formatLabels(labels) {
 }
 
 /**
+ * Returns the labels of a head of a captured model: those of the head before, which the user may
+ * have typed, if it was of the same sequences; else the tokens of the file.
+ *
+ * @param {Object} place of the head
+ * @param {{place: Object|null, labels: string[]}} before the page's state
+ */
+export function labelsOfHead(place, before) {
+  const describe = ({ items, tokens, lengths }) => JSON.stringify([items, tokens, lengths]);
+  const isSame = before.place?.file === place.file && describe(before.place) === describe(place);
+  return isSame ? before.labels : (place.tokens[0] ?? []);
+}
+
+/** Returns the labels of a sequence of a captured model, unless the user typed others. */
+export function labelsOfSequence(index, { place, head, labels }) {
+  const tokens = place?.tokens ?? [];
+  const isTyped = JSON.stringify(labels) !== JSON.stringify(tokens[head] ?? []);
+  return isTyped ? labels : (tokens[index] ?? []);
+}
+
+/**
  * Assigns labels to queries and keys. A number of labels that fits neither labels the first
  * positions of both.
  *

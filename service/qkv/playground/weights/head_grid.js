@@ -30,10 +30,10 @@ export function createHeadGrid(root, onSelect) {
           click: () => onSelect(index),
         },
         image,
-        h("span", {}, headName(index, weights)),
+        h("span", {}, weights.place ? itemNumber(index, weights.place) : headName(index, weights)),
       );
     });
-    const legend = h("h3", { id: "heads-title" }, "Heads");
+    const legend = h("h3", { id: "heads-title" }, weights.place ? "Sequences" : "Heads");
     const grid = h(
       "div",
       { class: "grid", role: "group", "aria-labelledby": "heads-title" },
@@ -48,14 +48,27 @@ export function createHeadGrid(root, onSelect) {
   };
 }
 
-/** Returns the name of a head, with its item if the batch has several. */
-export function headName(index, { shape, stack }) {
+/**
+ * Returns the name of a head, with its item if the batch has several.
+ *
+ * @param {number} index of the matrix in the stack
+ * @param {Object} tensor {shape, stack, place}; `place`: the head of a captured model, whose numbers
+ *   are those of the model
+ */
+export function headName(index, { shape, stack, place }) {
   const heads = shape.length > 3 ? shape.at(-3) : 1;
+  if (place) {
+    const name = `${place.layer || "model"}, head ${place.head}`;
+    return stack > 1 ? `${name}, sequence ${itemNumber(index, place)}` : name;
+  }
   if (shape.length === 3) return `item ${index}`;
   return stack > heads
     ? `item ${Math.floor(index / heads)}, head ${index % heads}`
     : `head ${index}`;
 }
+
+/** Returns the number of a sequence in the model's batch. */
+const itemNumber = (index, { items }) => String(items[index] ?? index);
 
 /** Describes the number of maps: items of the batch, heads, or both. */
 export function describeStack({ shape, stack }) {

@@ -48,7 +48,7 @@ export function weightsMatrix(view, head, labels) {
     true,
   );
   const poolingNote = request.bins === null ? "" : `, pooled to ${weights.rows} by ${weights.cols}`;
-  const headNote = weights.stack > 1 ? `, ${headName(head, weights)}` : "";
+  const headNote = weights.stack > 1 || weights.place ? `, ${headName(head, weights)}` : "";
   return {
     ...headMatrix(view, head, labels, weights.numbers),
     label:

@@ -36,6 +36,7 @@ export function buildRequest(state, variant = state.variant) {
     rows,
     cols,
     stack,
+    place: state.place,
     bins: isFull ? null : (state.pool ?? (stack > 16 ? POOL_BINS / 2 : POOL_BINS)),
   };
 }
@@ -78,6 +79,7 @@ export function heatmapBody({ body, bins }) {
  * @param {(call: Object) => void} onCall called for each request
  */
 export async function fetchView(request, signal, onCall) {
+  const { place } = request;
   const hasWeights = "weights" in request.variant.outputs;
   const runRequest = async (what, body) => {
     const { result, elapsedMs } = await post(request.path, body, signal);
@@ -102,8 +104,8 @@ export async function fetchView(request, signal, onCall) {
   return {
     request,
     kind: result.weights_are,
-    weights: withHeads(toStack(result.outputs.weights), request.body.layer),
-    output: toStack(result.outputs.output),
+    weights: { ...withHeads(toStack(result.outputs.weights), request.body.layer), place },
+    output: { ...toStack(result.outputs.output), place },
     stats,
     fetchStats: isFull ? null : fetchStatistics,
     timing: result.timing,
