@@ -54,14 +54,14 @@ def call_of(layer: int, length: int, *, batch: int = 1, seed: int = 0, **fields:
     return facts | fields | {"tensors": tensors | fields.get("tensors", {})}
 
 
-def saved(path: Path, calls: Iterable[Call]) -> Calls:
+def saved(path: Path, calls: Iterable[Call], tokens: list[list[str]] | None = None) -> Calls:
     """Saves calls as a capture does, and returns them."""
     captured = Calls()
     for index, call in enumerate(calls):
         fields = {"mask": None, "sinks": None} | call | call["tensors"]
         del fields["tensors"]
         captured.append(AttentionCall(index=index, **fields))
-    captured.save(path)
+    captured.save(path, tokens=tokens)
     return captured
 
 
@@ -294,12 +294,9 @@ def test_head_has_the_layer_head_and_tokens_of_the_model(
 ) -> None:
     """Labels that the user types stay at the next head of the same sequences."""
     words = [["the", "cat", "sat"], ["a", "bird", "sang"]]
-    captured = Calls()
-    for n in range(2):
-        fields = {"mask": None, "sinks": None} | call_of(n, 3, batch=2, heads=[4, 5, 6, 7], seed=n)
-        captured.append(AttentionCall(index=n, **fields.pop("tensors"), **fields))
+    calls = [call_of(n, 3, batch=2, heads=[4, 5, 6, 7], seed=n) for n in range(2)]
     path = tmp_path / "calls.safetensors"
-    captured.save(path, tokens=words if has_tokens else None)
+    saved(path, calls, words if has_tokens else None)
     opened = open_page(server.url)
     page = open_calls(opened, path)
     compare(page, 2)

@@ -58,7 +58,10 @@ export function createDifferencePanel(root, state, callbacks) {
     about.textContent = describeDifference(matrix, names, {
       rows: view.request.rows,
       isPooled: view.request.bins !== null,
-      head: view.weights.stack > 1 || view.weights.place ? ` of ${headName(state.head, view.weights)}` : "",
+      head:
+        view.weights.stack > 1 || view.weights.place
+          ? ` of ${headName(state.head, view.weights)}`
+          : "",
     });
   };
   const run = async () => {

@@ -134,4 +134,3 @@ function sumByKey(received, count) {
   received.forEach((mass, at) => (sums[at % count] += mass));
   return sums;
 }
-
