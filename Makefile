@@ -10,7 +10,8 @@ PORT ?=
 HOST =
 # Further arguments for the command of most targets: make test ARGS="-k softmax"
 ARGS =
-IMAGE ?= qkv
+# No registry has this name by accident: without a build, docker and the kubelet find no image.
+IMAGE ?= localhost/qkv
 PIP_AUDIT = pip-audit==2.10.1
 COVERAGE = coverage==7.17.3
 # Where `make dist` writes.

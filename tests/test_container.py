@@ -27,6 +27,7 @@ from support.service import Server
 RUNNING: Final = (ROOT / "docs/running.md").read_text()
 COMPOSE: Final = (ROOT / "docker-compose.yml").read_text()
 DOCKERFILE: Final = (ROOT / "Dockerfile").read_text()
+IMAGE: Final = "localhost/qkv"
 VARIABLE: Final = re.compile(r"\$\{(\w+):-([^}]*)\}")
 
 
@@ -49,7 +50,7 @@ def compose(**environment: str) -> dict[str, Any]:
 
 
 SERVICES: Final[dict[str, dict[str, Any]]] = compose()
-OURS: Final = {name: service for name, service in SERVICES.items() if service["image"] == "qkv"}
+OURS: Final = {name: service for name, service in SERVICES.items() if service["image"] == IMAGE}
 every_service = pytest.mark.parametrize("name", SERVICES)
 each_of_ours = pytest.mark.parametrize("name", OURS)
 
@@ -70,8 +71,8 @@ def test_compose_file_conforms_to_the_specification() -> None:
     [
         ("cap_drop:", "cap_dropp:", "cap_dropp"),
         ("read_only: true", "read_only: 5", "read_only"),
-        ("image: qkv", "image: [qkv]", "image"),
-        ("mem_limit: 12g", "memory_limit: 12g", "memory_limit"),
+        ("image: localhost/qkv", "image: [qkv]", "image"),
+        ("mem_limit: ${", "memory_limit: ${", "memory_limit"),
         ("reservations:", "reservation:", "reservation"),
         ("services:", "service:", "service"),
     ],
@@ -102,13 +103,40 @@ def test_the_gpu_profile_reserves_one_gpu() -> None:
 
 
 @each_of_ours
-def test_every_service_passes_keys_origins_hosts_and_trace_endpoint(name: str) -> None:
+def test_every_service_passes_every_setting_and_the_trace_endpoint(name: str) -> None:
+    """Docker compose takes a variable without a value from the shell or from `.env`."""
     environment = SERVICES[name]["environment"]
-    expected = (
-        *("QKV_API_KEYS", "QKV_CORS_ORIGINS", "QKV_ALLOWED_HOSTS"),
-        "OTEL_EXPORTER_OTLP_ENDPOINT",
+    settings = {f"QKV_{n.upper()}" for n in Settings.model_fields} - {"QKV_HOST", "QKV_PORT"}
+    assert environment.keys() == settings | {"OTEL_EXPORTER_OTLP_ENDPOINT"}
+    assert SERVICES[name]["env_file"] == [{"path": ".env", "required": False}]
+    defaults = {n: value for n, value in environment.items() if value is not None}
+    assert defaults.pop("QKV_DEVICE", "cuda") == "cuda"  # of the service with a GPU
+    for variable, value in defaults.items():
+        assert compose(**{variable: "123"})[name]["environment"][variable] == "123", variable
+        Settings.model_validate({variable.removeprefix("QKV_").lower(): value})
+
+
+@each_of_ours
+def test_memory_holds_the_queues_and_transfers_of_all_workers(name: str) -> None:
+    environment = SERVICES[name]["environment"]
+    workers, queue, response = (
+        int(environment[f"QKV_{n}"]) for n in ("WORKERS", "MAX_QUEUE_BYTES", "MAX_RESPONSE_BYTES")
     )
-    assert environment.items() >= dict.fromkeys(expected).items()
+    body = Settings.model_fields["max_body_bytes"].default
+    limit = int(SERVICES[name]["mem_limit"].removesuffix("g")) << 30
+    assert limit > workers * (queue + body + 2 * response + (1 << 29))
+    assert compose(MEM_LIMIT="20g")[name]["mem_limit"] == "20g"
+
+
+def test_image_has_one_name_that_no_registry_has() -> None:
+    """In the compose file, the Makefile and the manifests."""
+    assert OURS
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"\nIMAGE ?= {IMAGE}\n" in makefile
+    manifests = "".join(path.read_text() for path in (ROOT / "deploy").rglob("*.yaml"))
+    named = set(re.findall(r"(?:image|newName|- name): (\S*qkv\S*/\S*|\S*/qkv\S*)", manifests))
+    assert named == {IMAGE, f"{IMAGE}-ray:latest"}
+    assert set(re.findall(r"image: (\S+)", manifests)) == named
 
 
 @every_service
@@ -138,7 +166,10 @@ def test_stop_grace_period_is_longer_than_a_graceful_shutdown(name: str) -> None
 
 
 def test_compose_variables_have_defaults_and_can_be_set() -> None:
-    assert {m[1] for m in VARIABLE.finditer(COMPOSE)} == {"PUBLISH", "GRAFANA", "TORCH_INDEX"}
+    assert {m[1] for m in VARIABLE.finditer(COMPOSE)} == {
+        *("PUBLISH", "GRAFANA", "TORCH_INDEX", "MEM_LIMIT"),
+        *("QKV_WORKERS", "QKV_MAX_QUEUE_BYTES", "QKV_MAX_RESPONSE_BYTES", "QKV_METRICS_PORT"),
+    }
     configured = compose(PUBLISH="0.0.0.0:80", TORCH_INDEX="an-index")
     for name, service in OURS.items():
         assert service["build"] == {"context": ".", "args": {"TORCH_INDEX": ""}}

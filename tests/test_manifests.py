@@ -76,9 +76,10 @@ def memory(overlay: str) -> int:
 # schemas
 
 
-def test_four_overlays_exist() -> None:
+def test_overlays_of_each_device_and_for_small_clusters_and_an_ingress_exist() -> None:
     assert sorted(BUILT) == [
-        f"{folder}/overlays/{device}" for folder in ("k8s", "kserve") for device in ("cpu", "gpu")
+        *(f"k8s/overlays/{name}" for name in ("cpu", "gpu", "ingress", "small")),
+        *(f"kserve/overlays/{name}" for name in ("cpu", "gpu")),
     ]
 
 
@@ -263,7 +264,7 @@ def test_workers_and_queues_fit_the_limits(overlay: str) -> None:
     cpus = int(resources["limits"]["cpu"])
     assert resources["requests"] == {"cpu": str(cpus), "memory": resources["limits"]["memory"]}
     queue = setting(overlay, "max_queue_bytes")
-    if overlay.endswith("cpu"):
+    if not overlay.endswith("gpu"):
         assert environment(overlay)["QKV_DEVICE"] == "cpu"
         assert environment(overlay)["QKV_WORKERS"] == {
             "resourceFieldRef": {"resource": "limits.cpu"}
@@ -292,8 +293,45 @@ def test_resources_find_each_other(overlay: str) -> None:
     assert find(resources, "Service")["spec"]["selector"] == labels
     assert find(resources, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
     assert find(resources, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == labels
-    target = find(resources, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
-    assert (target["kind"], target["name"]) == ("Deployment", "qkv")
+    for scaler in (r for r in resources if r["kind"] == "HorizontalPodAutoscaler"):
+        target = scaler["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) == ("Deployment", "qkv")
+
+
+def test_small_overlay_fits_a_node_of_one_cpu_and_2_gib() -> None:
+    """No autoscaler either: kind and minikube have no metrics for it."""
+    overlay = "k8s/overlays/small"
+    assert container(overlay)["resources"]["limits"] == {"cpu": "1", "memory": "2Gi"}
+    assert "HorizontalPodAutoscaler" not in {r["kind"] for r in BUILT[overlay]}
+    rollout = find(BUILT[overlay], "Deployment")["spec"]["strategy"]["rollingUpdate"]
+    assert rollout == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_ingress_has_the_limits_of_the_service_and_tls() -> None:
+    overlay = "k8s/overlays/ingress"
+    ingress, service = (find(BUILT[overlay], kind) for kind in ("Ingress", "Service"))
+    (rule,), (tls,) = ingress["spec"]["rules"], ingress["spec"]["tls"]
+    assert tls["hosts"] == [rule["host"]]
+    assert f"kubectl create secret tls {tls['secretName']} " in CLUSTERS
+    (path,) = rule["http"]["paths"]
+    assert (path["path"], path["pathType"]) == ("/", "Prefix")
+    assert path["backend"]["service"] == {
+        "name": service["metadata"]["name"],
+        "port": {"name": service["spec"]["ports"][0]["name"]},
+    }
+    prefix = "nginx.ingress.kubernetes.io/"
+    annotations = ingress["metadata"]["annotations"]
+    assert all(name.startswith(prefix) for name in annotations)
+    options = {name.removeprefix(prefix): text for name, text in annotations.items()}
+    body_size = re.fullmatch(r"(\d+)m", options["proxy-body-size"])
+    assert body_size
+    assert int(body_size[1]) << 20 == setting(overlay, "max_body_bytes")
+    assert int(options["proxy-read-timeout"]) >= Settings.model_fields["stuck_device_s"].default
+    assert int(options["proxy-send-timeout"]) > Settings.model_fields["read_timeout_s"].default
+    assert {options["proxy-buffering"], options["proxy-request-buffering"]} == {"off"}
+    assert options["ssl-redirect"] == "true"
+    cpu = {r["kind"]: r for r in BUILT["k8s/overlays/cpu"]}
+    assert {r["kind"]: r for r in BUILT[overlay] if r is not ingress} == cpu
 
 
 def test_scaling_reads_metrics_of_the_queue_that_exist(url: str) -> None:

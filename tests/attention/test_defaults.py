@@ -56,6 +56,7 @@ PER_HEAD: Final = (
     "    slopes = torch.arange(1, scores.shape[1] + 1, dtype=scores.dtype)\n"
     "    scores = scores * slopes.view(1, -1, 1, 1)\n" + RETURN
 )
+OUTPUT: Final = frozenset({"output"})
 SHARED_WIDTH: Final = PLAIN.replace("B G S E", "B G S D").replace("B H L E", "B H L D")
 
 Load = Callable[..., Variant]
@@ -96,7 +97,7 @@ def small_blocks(variant: Variant, arguments: dict[str, Any]) -> Callable[[slice
     """Returns the default row blocks, of at most two rows at a time."""
 
     def output(**given: Any) -> torch.Tensor:
-        result: torch.Tensor = variant.attend(**given, outputs=frozenset({"output"})).output
+        result: torch.Tensor = variant.attend(**given, outputs=OUTPUT).output
         return result
 
     elements = 2 * (2 * 4 * 8)
@@ -156,6 +157,60 @@ def test_large_matrix_is_computed_in_blocks_of_queries(load: Load) -> None:
     rows(slice(2, 4))
     assert lengths[0] == 6  # the output that blocks are checked against
     assert set(lengths[1:]) == {2}
+
+
+SOFTPLUS: Final = PLAIN.replace("torch.softmax(scores, -1)", "scores.exp().log1p()")
+LINEAR: Final = (
+    f"def attend({QKV}) -> {OUT}:\n    K = query.shape[1] // key.shape[1]\n"
+    "    features = key.exp().repeat_interleave(K, 1).mT\n"
+    "    return query.exp() @ (features @ value.repeat_interleave(K, 1))\n"
+)
+# in turn: no gradient, a wrong one, an error in it, and query heads in another order
+WITHOUT_GRADIENT: Final = [
+    PLAIN.replace("    return ", "    with torch.no_grad():\n        return "),
+    PLAIN.replace("value.repeat", "(value.detach() + (value - value.detach()) / 2).repeat"),
+    PLAIN.replace("    return ", "    A = torch.softmax(scores, -1)\n    output = ").replace(
+        "torch.softmax(scores, -1) @", "A @"
+    )
+    + "    A.zero_()\n    return output\n",
+    PLAIN.replace("repeat_interleave(K, 1)", "repeat(1, K, 1, 1)"),
+]
+
+
+def exact_weights(variant: Variant, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Computes the output in float64 for the identity as values, a few columns at a time."""
+    wide = {name: tensor.double() for name, tensor in inputs.items()}
+    B, G, S, E = wide["value"].shape
+    parts = []
+    for columns in torch.eye(S, dtype=torch.float64).split(E, -1):
+        values = columns.expand(B, G, S, E)
+        parts.append(variant.attend(**wide | {"value": values}, outputs=OUTPUT).output)
+    return torch.cat(parts, -1)
+
+
+@pytest.mark.parametrize("text", [PLAIN, SOFTPLUS, LINEAR, SHARED_WIDTH, *WITHOUT_GRADIENT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_default_weights_are_within_the_roundings_of_float32(
+    load: Load, text: str, dtype: torch.dtype
+) -> None:
+    variant = load(text)
+    inputs = {name: tensor.to(dtype) for name, tensor in tensors(L=150, S=300, E=5).items()}
+    with torch.inference_mode():
+        weights = variant.attend(**inputs, outputs=frozenset({"weights"})).weights
+        exact = exact_weights(variant, inputs)
+    assert weights.dtype == torch.float32
+    largest_score = 5 * 4.0**2  # a score's rounding is one of its exponential's exponent
+    bound = 4 * largest_score * torch.finfo(torch.float32).eps * exact.amax(-1, keepdim=True)
+    assert bool(((weights - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("text", [PLAIN, SHARED_WIDTH])
+def test_products_of_default_weights_have_few_columns(load: Load, text: str) -> None:
+    """The identity as values would have as many columns as there are keys."""
+    noted = text.replace(SCORES, f"{SCORES}    WIDTHS.add(value.shape[3])\n")
+    variant = load(f"WIDTHS: set[int] = set()\n{noted}")
+    variant.attend(**tensors(L=150, S=300, E=5), outputs=frozenset({"weights"}))
+    assert max(variant.module.WIDTHS) <= 64
 
 
 @each("form", [WeightForm("top_k", 2), WeightForm("stats"), WeightForm("pool", 3)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +60,33 @@ def test_service_is_ready_when_all_workers_are(service_process: Process) -> None
     assert [status_of(service_process.url, p) for p in ("/readyz", "/livez")] == [200, 200]
     assert service_process.end() == 0
     assert service_process.is_serving  # it prints nothing after the curl line
+
+
+@pytest.mark.parametrize("log", ["off", "json"])
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGKILL, "by SIGKILL, perhaps out of memory,"),
+        (signal.SIGSEGV, "by SIGSEGV"),
+        (signal.SIGTERM, "with status 0"),
+    ],
+)
+def test_exit_of_a_worker_is_logged_with_its_signal(
+    command: Command, log: str, number: signal.Signals, reason: str
+) -> None:
+    """As a line with time and level, or as JSON where requests are logged as JSON."""
+    service = command("serve", "--port", "0", "--workers", "1", QKV_REQUEST_LOG=log)
+    assert service.url
+    os.kill(child_pids(service.popen.pid)[0], number)
+    wait_until(lambda: "restarting" in service.lines[-1])
+    line = service.lines[-1]
+    if log == "json":
+        time_text, level, message = json.loads(line).values()
+    else:
+        time_text, level, message = line.split(" ", 2)
+    assert datetime.fromisoformat(time_text).utcoffset() == timedelta(0)
+    assert level == "WARNING"
+    assert re.fullmatch(rf"worker 0 exited {reason} after \d+\.\d s; restarting it", message)
 
 
 def test_workers_flag_overrides_the_environment(command: Command) -> None:

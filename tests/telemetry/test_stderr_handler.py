@@ -77,7 +77,7 @@ def test_failing_worker_logs_its_error() -> None:
     )
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
-    assert re.search("^worker [01] failed$", done.stderr, re.MULTILINE)
+    assert re.search("^[0-9T:.+-]+ ERROR worker [01] failed$", done.stderr, re.MULTILINE)
 
 
 MANY: Final = """

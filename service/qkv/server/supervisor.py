@@ -31,6 +31,7 @@ from qkv.errors import ServiceUnavailable, stopping
 from qkv.server import listener
 from qkv.server.worker import DRAIN_ACCEPT_S, DRAIN_IDLE_S, run_worker
 from qkv.settings import Settings
+from qkv.telemetry.log_format import LogFormatter
 from qkv.telemetry.log_writer import StderrHandler
 from qkv.telemetry.worker_state import SharedState, WorkerState
 
@@ -84,6 +85,7 @@ class Supervisor:
         self._restart_at: dict[int, float] = {}  # by index, of the processes that have exited
         self._stuck_polls: Counter[int] = Counter()  # consecutive ones, by index
         self._signal_count = 0
+        self._format = LogFormatter(as_json=settings.request_log == "json")
         # no process writes to it; a child reads end of file once the supervisor has exited
         self._parent_alive_pipe = os.pipe()
 
@@ -104,10 +106,10 @@ class Supervisor:
             if not is_announced and self._state.is_complete:
                 is_announced = True
                 self._announce()
-            for index in self._collect_exited():
+            for index, status in self._collect_exited().items():
                 if not is_announced:
-                    return self._give_up()
-                self._plan_restart(index)
+                    return self._give_up(index, status)
+                self._plan_restart(index, status)
             self._start_planned()
             self._handle_stuck()
             time.sleep(_POLL_INTERVAL_S)
@@ -145,6 +147,7 @@ class Supervisor:
                 self._broker.connect(index)
             return
         status, errors = 1, StderrHandler()
+        errors.setFormatter(self._format)
         try:
             errors.start()
             # Ctrl-C and a closing terminal reach all processes; only the supervisor reacts to them
@@ -184,10 +187,9 @@ class Supervisor:
         remote = RemoteEngine(index, region, control_socket, self._state, queue_limits(settings))
         return run_worker(settings, self._sockets, worker, remote, parent_alive_fd)
 
-    def _plan_restart(self, index: int) -> None:
+    def _plan_restart(self, index: int, status: int) -> None:
         """Plans to restart a process, at most once a second."""
-        lived_s = time.monotonic() - self._started_at[index]
-        _print_line(f"{self._name(index)} exited after {lived_s:.1f} s; restarting it")
+        self._log_line(f"{self._describe_exit(index, status)}; restarting it")
         self._restart_at[index] = self._started_at[index] + 1
 
     def _start_planned(self) -> None:
@@ -208,7 +210,7 @@ class Supervisor:
         for pid, index in self._indices.items():
             is_device = index not in workers
             if is_device and self._stuck_polls[index] > _STUCK_POLLS and ready - set(stuck):
-                _print_line(f"{self._name(index)} is stuck; ending it")
+                self._log_line(f"{self._name(index)} is stuck; ending it")
                 os.kill(pid, signal.SIGKILL)
                 self._stuck_polls[index] = 0  # it may take a while to end
 
@@ -219,19 +221,33 @@ class Supervisor:
             return "the device process"
         return f"device process {number} ({self._devices[number]})"
 
-    def _collect_exited(self) -> list[int]:
-        """Returns the indices of the processes that have exited since the last call."""
-        exited = []
+    def _describe_exit(self, index: int, status: int) -> str:
+        """Returns the name of a process that has exited, the reason, and how long it has lived."""
+        reason = f"with status {status}"
+        if status < 0:
+            reason = f"by {signal.Signals(-status).name}"
+        if status == -signal.SIGKILL:  # as Linux sends it to a process of a full cgroup
+            reason += ", perhaps out of memory,"
+        lived_s = time.monotonic() - self._started_at[index]
+        return f"{self._name(index)} exited {reason} after {lived_s:.1f} s"
+
+    def _collect_exited(self) -> dict[int, int]:
+        """Returns the exit status of each process that has exited since the last call.
+
+        By index. The status is negative if a signal has ended the process: minus its number.
+        """
+        exited = {}
         while self._indices:
             try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 break
             if not pid:
                 break
             if pid in self._indices:
-                exited.append(self._indices.pop(pid))
-                self._state.clear_row(exited[-1])
+                index = self._indices.pop(pid)
+                exited[index] = os.waitstatus_to_exitcode(status)
+                self._state.clear_row(index)
         return exited
 
     def _drain(self) -> int:
@@ -266,8 +282,9 @@ class Supervisor:
         self._kill_all()
         return 1 if remaining_count else 0
 
-    def _give_up(self) -> int:
-        _print_line("a process exited before it was ready; the service stops")
+    def _give_up(self, index: int, status: int) -> int:
+        exit_text = self._describe_exit(index, status)
+        self._log_line(f"{exit_text}, before it was ready; the service stops", logging.ERROR)
         self._kill_all()
         return 1
 
@@ -275,6 +292,12 @@ class Supervisor:
         for pid in self._indices:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def _log_line(self, message: str, level: int = logging.WARNING) -> None:
+        """Writes a message as the processes write theirs, but without a thread."""
+        _print_line(
+            self._format.format(_log.makeRecord(_log.name, level, "", 0, message, (), None))
+        )
 
     def _announce(self) -> None:
         host, port = self._listening.getsockname()[:2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
@@ -16,6 +17,7 @@ import numpy as np
 
 from qkv.telemetry.metrics import MetricsRecorder, SharedMetrics, Usage
 from qkv.telemetry.model_stats import ModelStats, ModelStatsRecorder
+from qkv.telemetry.process_usage import ProcessUsage, read_usage
 from qkv.telemetry.queued_work import QueuedWork
 
 __all__ = ["SharedState", "WorkerState"]
@@ -26,6 +28,7 @@ _ROW: Final = np.dtype(
         ("busy_since", "f8"),  # start of the batch that its device runs; 0: idle
         ("in_flight", "i8"),  # requests that run a job and have no response yet
         ("connections", "i8"),  # open connections
+        ("pid", "i8"),  # id of the process; 0: not started
         ("ready", "?"),  # accepts requests or jobs
         ("was_ready", "?"),  # has accepted some since it started
         ("usage", [(name, "i8") for name in Usage._fields]),
@@ -65,6 +68,7 @@ class SharedState:
         max_batch_size: int = 1,
         devices: Sequence[str] = (),
     ) -> None:
+        self._creator_pid = os.getpid()  # of the supervisor, or of the only process
         self._stuck_s, self._stuck_device_s = stuck_s, stuck_device_s
         self.devices = tuple(devices)
         self._workers, rows = workers, workers + len(devices)
@@ -158,6 +162,12 @@ class SharedState:
         return Usage(*totals)._replace(total_bytes=sum(sizes.values()))
 
     @property
+    def process_usage(self) -> ProcessUsage | None:
+        """CPU time, memory and files of the supervisor and all processes; None without /proc."""
+        pids = {int(pid) for pid in self._rows["pid"]} - {0, self._creator_pid}
+        return read_usage(self._creator_pid, pids)
+
+    @property
     def stuck_processes(self) -> list[int]:
         """The indices of the processes whose event loop or device is stuck."""
         now, heartbeat, busy = _now(), self._rows["heartbeat"], self._rows["busy_since"]
@@ -192,7 +202,9 @@ class WorkerState:
         self._memory = [usage[name].data for name in Usage._fields[2:]]
 
     async def run_heartbeat(self, memory: Callable[[], Iterable[int]] = tuple) -> None:
-        """Records heartbeats and the use of the device's memory, until it is cancelled."""
+        """Records its process, heartbeats and the use of the device's memory, until it is
+        cancelled."""
+        self._row["pid"] = os.getpid()
         while True:
             self.record_heartbeat()
             self.set_memory(memory())

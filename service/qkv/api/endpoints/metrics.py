@@ -60,6 +60,7 @@ def exposition(shared_state: SharedState, device: str) -> str:
     _add_runs(page, shared_state)
     _add_gauges(page, shared_state)
     _add_device_processes(page, shared_state)
+    _add_process_usage(page, shared_state)
     return page.text
 
 
@@ -75,13 +76,14 @@ class _Page:
 
     def add(self, name: str, kind: str, help_text: str) -> None:
         """Starts a family."""
-        self._lines += (f"# HELP qkv_{name} {help_text}", f"# TYPE qkv_{name} {kind}")
+        name = _full(name)
+        self._lines += (f"# HELP {name} {help_text}", f"# TYPE {name} {kind}")
 
     def sample(self, name: str, value: float, **labels: str) -> None:
         """Adds a sample to the last family. Its labels need no escapes."""
         label_text = ",".join(f'{label}="{text}"' for label, text in labels.items())
         label_part = f"{{{label_text}}}" if label_text else ""
-        self._lines.append(f"qkv_{name}{label_part} {_number(value)}")
+        self._lines.append(f"{_full(name)}{label_part} {_number(value)}")
 
     def one(self, name: str, kind: str, help_text: str, value: float) -> None:
         """Adds a family of one sample."""
@@ -102,6 +104,11 @@ class _Page:
             self.sample(f"{name}_bucket", below, variant=variant, le=edge)
         self.sample(f"{name}_sum", total, variant=variant)
         self.sample(f"{name}_count", sum(counts), variant=variant)
+
+
+def _full(name: str) -> str:
+    """Returns the name of a metric. Prometheus defines those that begin with `process_`."""
+    return name if name.startswith("process_") else f"qkv_{name}"
 
 
 def _number(value: float) -> str:
@@ -244,3 +251,28 @@ def _add_device_processes(page: _Page, shared_state: SharedState) -> None:
         page.add(f"device_process_{name}", kind, help_text)
         for number, (device, value) in enumerate(zip(shared_state.devices, values, strict=True)):
             page.sample(f"device_process_{name}", value, process=str(number), device=device)
+
+
+def _add_process_usage(page: _Page, shared_state: SharedState) -> None:
+    """Adds the metrics that Prometheus's own clients have, for all processes of the service."""
+    if (usage := shared_state.process_usage) is None:
+        return
+    for name, kind, help_text, value in (
+        ("cpu_seconds_total", "counter", "User and system CPU time.", usage.cpu_seconds),
+        (
+            "resident_memory_bytes",
+            "gauge",
+            "Resident memory; each process counts the pages that it shares.",
+            usage.resident_bytes,
+        ),
+        ("virtual_memory_bytes", "gauge", "Virtual memory.", usage.virtual_bytes),
+        ("open_fds", "gauge", "Open file descriptors of the process with most.", usage.open_files),
+        ("max_fds", "gauge", "Limit of open file descriptors of a process.", usage.max_files),
+        (
+            "start_time_seconds",
+            "gauge",
+            "Start of the service in seconds since 1970.",
+            usage.start_time,
+        ),
+    ):
+        page.one(f"process_{name}", kind, help_text, value)
