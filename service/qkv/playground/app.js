@@ -11,7 +11,7 @@ import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
 import { listenToTerms } from "./glossary.js";
 import { EXAMPLES, findExample } from "./inputs/examples.js";
-import { formatLabels, labelsOfSequence, matchLabels, parseLabels } from "./inputs/labels.js";
+import { formatLabels, labelsOfSequence, parseLabels } from "./inputs/labels.js";
 import { createControls, showCausalNote } from "./inputs/parameter_form.js";
 import { applyRequest } from "./inputs/pasted_request.js";
 import { createTensorList, inputFiles, keptLayer, missingInputs } from "./inputs/tensor_list.js";
@@ -238,11 +238,8 @@ async function run() {
 
 function draw() {
   if (!view) return;
-  summary.showKind(view, state.head);
-  const { rows: queries, cols: keys } = view.request;
-  setText(findById("labels-note"), matchLabels(state.labels, queries, keys).note);
+  summary.showNotes(view, state);
   findById("weights").classList.toggle("without", !view.weights);
-  setText(findById("random-note"), summary.describeRandomInputs(state, [view.request.variant]));
   if (view.weights) {
     const matrix = weightsMatrix(view, state.head, state.labels);
     map.show(matrix);
@@ -251,7 +248,6 @@ function draw() {
     rowSelection.draw(view);
   }
   output.show(outputMatrix(view, state.head, state.labels));
-  setText(findById("output-about"), summary.describeOutput(view, state.head));
 }
 
 function listen() {

@@ -2,6 +2,7 @@
 
 import { findById, formatTime, setText } from "./dom.js";
 import { createTerm } from "./glossary.js";
+import { matchLabels } from "./inputs/labels.js";
 import { inputsFor } from "./inputs/tensor_list.js";
 import { describeStack, headName } from "./weights/head_grid.js";
 import { outputIndex } from "./weights/heatmap_data.js";
@@ -49,16 +50,25 @@ export function describeRandomInputs({ tensors, layer }, variants) {
 }
 
 /** Describes the size of the output of a head. */
-export function describeOutput(view, head) {
+function describeOutput(view, head) {
   const { stack, rows, cols } = view.output;
   const name = headName(outputIndex(view, head), view.output);
   return `${stack > 1 ? `${name} of ${stack}, ` : ""}${rows} × ${cols}`;
 }
 
 /** Shows the kind of the weights, a term of the glossary, and the head of a captured model. */
-export function showKind({ kind, weights }, head) {
+function showKind({ kind, weights }, head) {
   const element = findById("kind");
   if (element.textContent !== (kind ?? "")) element.replaceChildren(kind ? createTerm(kind) : "");
   element.hidden = !kind;
   setText(findById("place"), weights?.place ? headName(head, weights) : null);
+}
+
+/** Shows what the maps of a view are of, and what is odd about their inputs. */
+export function showNotes(view, state) {
+  const { rows, cols, variant } = view.request;
+  showKind(view, state.head);
+  setText(findById("labels-note"), matchLabels(state.labels, rows, cols).note);
+  setText(findById("random-note"), describeRandomInputs(state, [variant]));
+  setText(findById("output-about"), describeOutput(view, state.head));
 }
