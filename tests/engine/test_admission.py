@@ -19,6 +19,7 @@ from qkv.engine.admission import Admission, AdmissionController
 from qkv.engine.executor import Launched, launch
 from qkv.engine.load import Backlog, Load
 from qkv.engine.shared_limit import SharedLimit
+from qkv.engine.tenant import Tenant
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.convert import convert_message
 from qkv.wire.message import Message
@@ -236,9 +237,9 @@ def test_bodies_count_only_while_they_are_received(
     admitted: list[int] = []
     admit = admission.admit
 
-    def counted(size: int) -> Admission:
+    def counted(size: int, tenant: Tenant) -> Admission:
         admitted.append(size)
-        return admit(size)
+        return admit(size, tenant)
 
     monkeypatch.setattr(admission, "admit", counted)
     with raw_client(server) as slow, raw_client(server) as other:
