@@ -94,6 +94,7 @@ def _section(variant: Variant) -> Iterator[str]:
     yield "\n| input | shape | dtypes |\n| --- | --- | --- |"
     for name, spec in description["inputs"].items():
         notes = [", broadcastable"] * spec["broadcasts"] + [", optional"] * spec["optional"]
+        notes += [", last axis optional"] * variant.inputs[name].may_omit_last
         shape = f"({', '.join(spec['shape'])}){''.join(notes)}"
         yield f"| `{name}` | {shape} | {', '.join(spec['dtypes'])} |"
     yield "\n| output | shape | dtype |\n| --- | --- | --- |"

@@ -95,7 +95,7 @@ def inputs(variant: Variant) -> dict[str, np.ndarray]:
     query, key, value and x are the tokens. Axes have 16 elements; batch and heads have 1, unless
     they are rows of the weights.
     """
-    few = set("BHG") - set(_axes(variant))
+    few = set("BHGJVT") - set(_axes(variant))
     found = {}
     for spec in variant.inputs.values():
         if not spec.is_optional:

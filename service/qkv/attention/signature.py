@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType, UnionType
 from typing import Any, Final, NamedTuple
@@ -35,6 +35,8 @@ class Input:
         argument: its name in the signature, which may have a shape suffix.
         letters: one per axis, of the legend in CONVENTIONS.md; a number is an axis of that size.
         broadcasts: each axis may also be 1, and leading axes may be omitted.
+        may_omit_last: its last axis may be omitted; the size is then 1.
+        may_be_wider: its dtype may be float32 or float64 beside narrower tensors.
         dtypes: the dtypes it may have.
         is_optional: it may be absent.
     """
@@ -45,6 +47,14 @@ class Input:
     broadcasts: bool
     dtypes: tuple[str, ...]
     is_optional: bool
+    may_omit_last: bool = False
+    may_be_wider: bool = False
+
+    @property
+    def has_own_dtype(self) -> bool:
+        """True if its dtype may be any: of masks, and of numbers per head, which would be too
+        coarse in bfloat16."""
+        return self.broadcasts or self.letters == ("H",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,7 @@ class _Array(NamedTuple):
     letters: tuple[str, ...]
     broadcasts: bool
     dtypes: tuple[str, ...]
+    may_omit_last: bool
 
 
 def fixed_size(axis: str) -> int | None:
@@ -119,7 +130,8 @@ def read_signature(module: ModuleType, name: str) -> Signature:
                 "or the type of a parameter"
             )
         (tensors if p.kind is p.POSITIONAL_OR_KEYWORD else options).append(p)
-    inputs = [_read_input(p, hints[p.name]) for p in tensors if p.name not in _FROM_ENGINE]
+    wider = getattr(module, "MAY_BE_WIDER", ())
+    inputs = [_read_input(p, hints[p.name], wider) for p in tensors if p.name not in _FROM_ENGINE]
     _check_inputs(inputs)
     outputs, returns_tensor = _read_outputs(hints)
     _check_outputs(inputs, outputs, has_hook=hasattr(module, "infer_sizes"))
@@ -135,7 +147,7 @@ def read_signature(module: ModuleType, name: str) -> Signature:
     )  # fmt: skip
 
 
-def _read_input(parameter: inspect.Parameter, hint: Any) -> Input:
+def _read_input(parameter: inspect.Parameter, hint: Any, wider: Collection[str]) -> Input:
     argument, arrays = parameter.name, _arrays(hint)
     if not arrays:
         raise BrokenRule(
@@ -147,9 +159,9 @@ def _read_input(parameter: inspect.Parameter, hint: Any) -> Input:
             f"attend's argument {argument} has a default other than None: got "
             f"{parameter.default!r:.60}, expected None, or no default"
         )
-    letters, broadcasts, _ = arrays[0]
+    letters, broadcasts, _, may_omit_last = arrays[0]
     _check_letters(argument, letters)
-    dtypes = tuple(d for d in DTYPES if any(d in known for *_, known in arrays))
+    dtypes = tuple(d for d in DTYPES if any(d in array.dtypes for array in arrays))
     if not dtypes:
         raise BrokenRule(
             f"attend's argument {argument} has no dtype that is served: expected one of "
@@ -159,7 +171,9 @@ def _read_input(parameter: inspect.Parameter, hint: Any) -> Input:
     if not name or suffix != "".join(letters):
         name = argument
     is_optional = parameter.default is not parameter.empty
-    return Input(name, argument, letters, broadcasts, dtypes, is_optional)
+    return Input(
+        name, argument, letters, broadcasts, dtypes, is_optional, may_omit_last, name in wider
+    )
 
 
 def _check_inputs(inputs: list[Input]) -> None:
@@ -272,7 +286,11 @@ def _each_array(hint: Any) -> Iterator[_Array]:
         if inspect.isclass(part) and issubclass(part, AbstractArray):
             axes = part.dim_str.split()
             letters = tuple(axis.lstrip("#") for axis in axes)
-            yield _Array(letters, any("#" in axis for axis in axes), tuple(part.dtypes))
+            marked = [i for i, axis in enumerate(axes, 1) if "#" in axis]
+            may_omit_last = marked == [len(axes)]
+            yield _Array(
+                letters, bool(marked and not may_omit_last), tuple(part.dtypes), may_omit_last
+            )
 
 
 def _type_name(hint: Any) -> str:

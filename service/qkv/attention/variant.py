@@ -249,17 +249,24 @@ class Variant:
         return str(hook(**_accepted(hook, {"parameters": parameters, "inputs": inputs})))
 
     def infer_sizes(
-        self, sizes: Mapping[str, int], parameters: pydantic.BaseModel
+        self,
+        sizes: Mapping[str, int],
+        parameters: pydantic.BaseModel,
+        inputs: Collection[str] = (),
     ) -> Mapping[str, int]:
         """Returns the sizes of letters that no tensor of the request binds.
 
-        The file's `infer_sizes` computes them from the other sizes and the parameters.
+        The file's `infer_sizes` computes them from the other sizes, the parameters, and the names
+        of the tensors that the request has.
 
         Raises:
-            QkvError: sizes and parameters contradict one another, or exceed a limit.
+            QkvError: sizes, parameters and inputs contradict one another, or exceed a limit.
         """
-        hook = getattr(self.module, "infer_sizes", None)
-        return {} if hook is None else hook(sizes, parameters)
+        if (hook := getattr(self.module, "infer_sizes", None)) is None:
+            return {}
+        known = {"sizes": sizes, "parameters": parameters, "inputs": inputs}
+        found: Mapping[str, int] = hook(**_accepted(hook, known))
+        return found
 
     def parse(self, parameters: Mapping[str, Any]) -> pydantic.BaseModel:
         """Validates parameters from JSON.

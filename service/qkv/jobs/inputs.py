@@ -14,7 +14,7 @@ from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.signature import Input, Output
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, pointer_to
-from qkv.jobs.axis_sizes import AxisSizes, bind_axes, omitted_axes
+from qkv.jobs.axis_sizes import HEADS, AxisSizes, bind_axes, omitted_axes
 from qkv.jobs.fields import JobFields
 from qkv.jobs.layer_inputs import arrays_of, layer_of, parse_layer_options
 from qkv.tensors import FLOATING, RawTensor, nbytes
@@ -67,7 +67,8 @@ class Inputs(NamedTuple):
         sent_shapes = {name: message.tensors[name].shape for name in specs}
         dtype = _common_dtype(variant, dtypes, layer)
         shapes, axes = _bind_shapes(variant, sent_shapes, layer)
-        axes.sizes.update(variant.infer_sizes(axes.sizes, parameters))
+        names = {*specs} if layer is None else layer.variant_inputs.union(specs)
+        axes.sizes.update(variant.infer_sizes(axes.sizes, parameters, names))
         _check_output_projection(variant, layer, axes)
         hollow = None if layer is None else layer.without_numbers()
         return cls(specs, dtypes, sent_shapes, shapes, axes, hollow, dtype, fields.dtype)
@@ -201,14 +202,13 @@ def _select_specs(variant: Variant, message: Message, layer: Layer | None) -> di
 
 
 def _common_dtype(variant: Variant, inputs: Mapping[str, str], layer: Layer | None) -> str:
-    """Returns the dtype that all floating tensors share.
-
-    Masks are excepted, and numbers per head: slopes in bfloat16 would be too coarse.
-    """
+    """Returns the dtype that all floating tensors share, except those with their own dtype."""
+    specs = variant.inputs
     dtypes = {
         name: dtype
         for name, dtype in inputs.items()
-        if dtype in FLOATING and not (name in variant.inputs and _has_own_dtype(variant, name))
+        if dtype in FLOATING
+        and not (name in specs and (specs[name].has_own_dtype or specs[name].may_be_wider))
     }
     if layer is not None:
         dtypes.update((name, array.dtype.name) for name, array in layer.tensors.items())
@@ -219,12 +219,15 @@ def _common_dtype(variant: Variant, inputs: Mapping[str, str], layer: Layer | No
                 f"{name} has the wrong dtype: got {other}, expected {dtype} as {first} has",
                 pointer=pointer_to("inputs", name) if name in inputs else "/layer/tensors",
             )
+    wider = [d for d in ("float32", "float64") if nbytes(d, ()) > nbytes(dtype, ())]
+    for name, other in inputs.items():
+        if name in specs and specs[name].may_be_wider and other not in (dtype, *wider):
+            raise InvalidContent(
+                f"{name} has the wrong dtype: got {other}, expected "
+                f"{' or '.join([dtype, *wider])} beside {first} in {dtype}",
+                pointer=pointer_to("inputs", name),
+            )
     return dtype
-
-
-def _has_own_dtype(variant: Variant, name: str) -> bool:
-    spec = variant.inputs[name]
-    return spec.broadcasts or spec.letters == ("H",)
 
 
 def _bind_shapes(
@@ -253,7 +256,7 @@ def _bind_shapes(
     projected = layer.projected_shapes(
         {r: embedding_shapes[s] for r, s in sources.items()}, sources
     )
-    heads = omitted if layer.has_heads else omitted | {"H", "G"}
+    heads = omitted if layer.has_heads else omitted | HEADS
     shapes = {n: s for n, s in sent_shapes.items() if n not in embeddings}
     for role, shape in projected.items():
         letters = zip(variant.inputs[role].letters, shape, strict=True)

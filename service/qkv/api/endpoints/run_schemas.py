@@ -157,7 +157,8 @@ def input_schemas(variant: Variant) -> dict[str, Schema]:
     return {
         i.name: tensor_of(
             i.dtypes,
-            f"({', '.join(i.letters)}){', broadcastable' * i.broadcasts}; {' or '.join(i.dtypes)}",
+            f"({', '.join(i.letters)}){', broadcastable' * i.broadcasts}"
+            f"{', last axis optional' * i.may_omit_last}; {' or '.join(i.dtypes)}",
         )
         for i in variant.inputs.values()
     }
