@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
@@ -38,6 +39,8 @@ _DEVICE: Final = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 _ORIGIN: Final = re.compile(r"https?://[a-z0-9.:\[\]-]+|\*")
 
 _HOST: Final = re.compile(r"[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*|\[[0-9a-f:.]+\]|\*")
+
+_CHECKPOINT: Final = re.compile(r"[a-z0-9-]{1,64}")
 
 _MiB = 1 << 20
 _GiB = 1 << 30
@@ -229,6 +232,30 @@ class Settings(BaseSettings):
         float,
         Field(gt=0, description="Seconds in one batch after which a device counts as stuck."),
     ] = 600.0
+    checkpoints: Annotated[
+        str | None,
+        Field(
+            description="Comma-separated NAME=PATH: checkpoints whose attention layers requests "
+            "may name. A path is that of a .safetensors file, an index of several, or a folder "
+            "with one of them. A name has lower-case letters, digits and -. By default there are "
+            "none."
+        ),
+    ] = None
+    strict_checkpoints: Annotated[
+        bool,
+        Field(
+            description="If true, a checkpoint that cannot be loaded stops the start. By default "
+            "the others are served."
+        ),
+    ] = False
+    max_checkpoint_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Largest number of bytes of all loaded layers, in memory that the "
+            "processes share. Checked before a checkpoint is read.",
+        ),
+    ] = 16 * _GiB
 
     @classmethod
     def settings_customise_sources(
@@ -286,6 +313,25 @@ class Settings(BaseSettings):
         if value is not None and not all(map(_HOST.fullmatch, _split(value))):
             raise ValueError("a host is a name or an address in lower case, without a port, or *")
         return value
+
+    @field_validator("checkpoints")
+    @classmethod
+    def _are_checkpoints(cls, value: str | None) -> str | None:
+        entries = [] if value is None else [e.partition("=") for e in _split(value)]
+        if not all(_CHECKPOINT.fullmatch(name) and path for name, _, path in entries):
+            raise ValueError(
+                "expected NAME=PATH, with commas between several; a name has lower-case letters, "
+                "digits and -"
+            )
+        if len({name for name, _, _ in entries}) < len(entries):
+            raise ValueError("two checkpoints have the same name")
+        return value
+
+    @property
+    def checkpoint_paths(self) -> dict[str, Path]:
+        """The paths of the checkpoints, by name."""
+        entries = [] if self.checkpoints is None else _split(self.checkpoints)
+        return {name: Path(path) for name, _, path in (e.partition("=") for e in entries)}
 
     @property
     def keys(self) -> list[str]:

@@ -24,6 +24,7 @@ from qkv.api.endpoints import (
     convert,
     health,
     layers,
+    loaded_layers,
     metrics,
     open_inference_infer,
     open_inference_models,
@@ -47,6 +48,8 @@ from qkv.engine.job_executor import JobExecutor
 from qkv.engine.remote.device_process import DeviceProcess
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.engine.work_queue import Load
+from qkv.jobs.loaded.checkpoint_loader import load_checkpoints
+from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.settings import Settings
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.worker_state import SharedState, WorkerState
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Runtime",
     "create_app",
+    "load_layers",
     "new_device_process",
     "new_metrics_asgi",
     "new_shared_state",
@@ -98,6 +102,7 @@ def create_app(
     worker: WorkerState | None = None,
     remote: JobExecutor | None = None,
     bound: tuple[str, int] | None = None,
+    layers: LoadedLayers | None = None,
 ) -> FastAPI:
     """Returns the service as an ASGI application.
 
@@ -108,8 +113,14 @@ def create_app(
         worker: this process's part of the shared state; None: this is the only process.
         remote: the engine of the device processes; None: this process has an engine of its own.
         bound: address and port of the server's socket, as for `SourceRules`.
+        layers: that requests may name; None loads the checkpoints of the settings.
+
+    Raises:
+        ValueError, QkvError: as `load_layers`.
     """
-    runtime = _build_runtime(settings or Settings(), worker, remote)
+    settings = settings or Settings()
+    layers = load_layers(settings) if layers is None else layers
+    runtime = _build_runtime(settings, worker, remote, layers)
     app = FastAPIOffline(  # serves Swagger UI's files itself: no request to another host
         docs_url=None,  # the playground has the page, which sends the user's key
         redoc_url=None,
@@ -130,8 +141,25 @@ def create_app(
     return app
 
 
+def load_layers(settings: Settings) -> LoadedLayers:
+    """Returns the layers of the checkpoints of the settings. Call it before the forks.
+
+    Raises:
+        ValueError: a checkpoint has the name of a variant.
+        QkvError: one cannot be loaded, and `strict_checkpoints`.
+    """
+    return load_checkpoints(
+        settings.checkpoint_paths,
+        settings.max_checkpoint_bytes,
+        is_strict=settings.strict_checkpoints,
+    )
+
+
 def _build_runtime(
-    settings: Settings, worker: WorkerState | None, remote: JobExecutor | None
+    settings: Settings,
+    worker: WorkerState | None,
+    remote: JobExecutor | None,
+    layers: LoadedLayers,
 ) -> Runtime:
     if worker is None:
         worker = new_shared_state(settings, 1).worker(0)
@@ -147,7 +175,7 @@ def _build_runtime(
         settings=settings,
         worker=worker,
         engine=engine,
-        job_runner=JobRunner(engine, settings),
+        job_runner=JobRunner(engine, settings, layers),
         api_keys=ApiKeys(settings.keys) if settings.keys else None,
         observer=RequestObserver(recorder, request_log, traces),
         request_log=request_log,
@@ -197,6 +225,7 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> tuple[dict[str, Endpoint], li
         sweep.router(job_runner, settings, shared_state),
         convert.router(job_runner, settings),
         layers.router(job_runner, settings),
+        loaded_layers.router(job_runner.limits.layers),
         verify.router(job_runner, settings),
         variants.router(),
         health.router(engine, shared_state),
@@ -306,6 +335,7 @@ def new_device_process(
     shared_memory: SharedMemory,
     control_socket: socket.socket,
     parent_alive_fd: int,
+    layers: LoadedLayers,
 ) -> DeviceProcess:
     """Returns the process that owns the device of a name and runs jobs of all workers.
 
@@ -313,7 +343,7 @@ def new_device_process(
         ValueError: the device does not exist.
     """
     engine = _new_engine(settings, device, worker)
-    return DeviceProcess(engine, worker, shared_memory, control_socket, parent_alive_fd)
+    return DeviceProcess(engine, worker, shared_memory, control_socket, parent_alive_fd, layers)
 
 
 def new_shared_state(settings: Settings, workers: int, devices: Sequence[str] = ()) -> SharedState:

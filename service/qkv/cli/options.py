@@ -8,10 +8,10 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from qkv.cli.checkpoint import is_checkpoint
 from qkv.client.environment import DEFAULT_URL
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
 from qkv.wire import json
+from qkv.wire.checkpoint.checkpoint import is_checkpoint
 
 __all__ = [
     "API_KEY",

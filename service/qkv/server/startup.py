@@ -11,9 +11,11 @@ from importlib import import_module
 
 import click
 
-from qkv.api.app import new_shared_state
+from qkv.api.app import load_layers, new_shared_state
 from qkv.engine.device.selection import find_device
 from qkv.engine.remote.shared_memory import SharedMemory
+from qkv.errors import QkvError
+from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.server import listener
 from qkv.server.process import limit_malloc_arenas, usable_cpus
 from qkv.server.supervisor import Supervisor
@@ -41,11 +43,12 @@ def serve(settings: Settings) -> int:
         settings.device_process == "one"
         or (settings.device_process == "auto" and not is_cpu and workers > 1)
     )
+    layers = _load_layers(settings)
     state = new_shared_state(settings, workers, devices if has_device_processes else ())
     shared_memory = (
         _new_shared_memory(workers, settings.max_queue_bytes) if has_device_processes else None
     )
-    return Supervisor(settings, sockets, state, devices, shared_memory).run()
+    return Supervisor(settings, sockets, state, devices, layers, shared_memory).run()
 
 
 def _load_tracing(settings: Settings) -> None:
@@ -60,6 +63,18 @@ def _load_tracing(settings: Settings) -> None:
             f"OTEL_* in the environment enables traces, but {error.name} is not installed: "
             "pip install '.[tracing]', or set OTEL_SDK_DISABLED=true"
         ) from None
+
+
+def _load_layers(settings: Settings) -> LoadedLayers:
+    """Returns the layers of the checkpoints, in memory that the forked processes share.
+
+    Raises:
+        click.ClickException: a checkpoint stops the start.
+    """
+    try:
+        return load_layers(settings)
+    except (ValueError, QkvError) as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _new_shared_memory(regions: int, size: int) -> SharedMemory:
