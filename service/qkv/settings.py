@@ -241,6 +241,21 @@ class Settings(BaseSettings):
             "none."
         ),
     ] = None
+    preload: Annotated[
+        bool,
+        Field(
+            description="If true, a GPU gets the layers of all checkpoints before the first "
+            "request. By default it gets each at the first request that names it."
+        ),
+    ] = False
+    max_device_layer_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Largest number of bytes of loaded layers on each GPU. A layer that was "
+            "not used for longest makes room for another one.",
+        ),
+    ] = 8 * _GiB
     strict_checkpoints: Annotated[
         bool,
         Field(

@@ -164,7 +164,7 @@ def _build_runtime(
     if worker is None:
         worker = new_shared_state(settings, 1).worker(0)
         worker.set_ready(True)
-    engine: JobExecutor = remote or _new_engine(settings, settings.device, worker)
+    engine: JobExecutor = remote or _new_engine(settings, settings.device, worker, layers)
     engine.admission.body_timeout_s = settings.read_timeout_s
     recorder = worker.metrics_recorder
     request_log = None
@@ -306,19 +306,22 @@ def _set_document(app: FastAPI, routes: list[APIRoute], is_guarded: bool) -> Non
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this way to extend it
 
 
-def _new_engine(settings: Settings, device: str, worker: WorkerState) -> Engine:
+def _new_engine(
+    settings: Settings, device: str, worker: WorkerState, layers: LoadedLayers
+) -> Engine:
     """Returns an engine of this process on the device of a name.
 
     Raises:
         ValueError: the device does not exist.
     """
     return Engine(
-        new_device(find_device(device), settings.tf32),
+        new_device(find_device(device), settings.tf32, settings.max_device_layer_bytes),
         max_batch=settings.max_batch,
         threads=settings.threads,
         limit=queue_limits(settings),
         idle_threads=worker.idle_threads,
         on_busy=worker.set_busy,
+        preload=[layers[name] for name in layers.names] if settings.preload else (),
         verifier=BatchVerifier(settings.verify_batches, worker.metrics_recorder.record_batch_check),
     )
 
@@ -342,7 +345,7 @@ def new_device_process(
     Raises:
         ValueError: the device does not exist.
     """
-    engine = _new_engine(settings, device, worker)
+    engine = _new_engine(settings, device, worker, layers)
     return DeviceProcess(engine, worker, shared_memory, control_socket, parent_alive_fd, layers)
 
 

@@ -70,6 +70,12 @@ def main() -> None:
     "[env var: QKV_CHECKPOINTS]",
 )
 @click.option(
+    "--preload",
+    is_flag=True,
+    default=None,
+    help="A GPU gets all layers of the checkpoints at the start.  [env var: QKV_PRELOAD]",
+)
+@click.option(
     "--strict-checkpoints",
     is_flag=True,
     default=None,
