@@ -35,6 +35,7 @@ from qkv.api.endpoints import (
     variants,
     verify,
 )
+from qkv.api.endpoints.open_inference_catalogue import ModelCatalogue
 from qkv.api.error_responses import error_response
 from qkv.api.job_runner import JobRunner
 from qkv.api.observability import ObservabilityMiddleware, RequestObserver
@@ -162,7 +163,7 @@ def _build_runtime(
     layers: LoadedLayers,
 ) -> Runtime:
     if worker is None:
-        worker = new_shared_state(settings, 1).worker(0)
+        worker = new_shared_state(settings, 1, layers=layers.names).worker(0)
         worker.set_ready(True)
     engine: JobExecutor = remote or _new_engine(settings, settings.device, worker, layers)
     engine.admission.body_timeout_s = settings.read_timeout_s
@@ -216,7 +217,8 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> tuple[dict[str, Endpoint], li
     settings, engine, job_runner = runtime.settings, runtime.engine, runtime.job_runner
     shared_state = runtime.worker.shared_state
     handler = run.RunHandler(job_runner, settings)
-    infer = open_inference_infer.InferHandler(job_runner, shared_state.models, settings)
+    models = ModelCatalogue(shared_state.models, job_runner.limits.layers)
+    infer = open_inference_infer.InferHandler(job_runner, models, settings)
     run_routers = (run.attention_router(handler), run.gradients_router(handler))
     routers = (
         *run_routers,
@@ -231,13 +233,13 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> tuple[dict[str, Endpoint], li
         health.router(engine, shared_state),
         playground.router(),
         metrics.router(shared_state, engine.device_name),
-        open_inference_models.router(engine, shared_state),
-        open_inference_repository.router(shared_state.models),
+        open_inference_models.router(engine, shared_state, models),
+        open_inference_repository.router(models),
     )
     for router in routers:
         app.include_router(router)
     direct: dict[str, Endpoint] = {r.path: r.endpoint for r in _api_routes(*run_routers)}
-    for name in catalogue.variants():
+    for name in models.names:
         direct[f"/v2/models/{name}/infer"] = partial(infer.handle, model=name)
     return direct, _api_routes(*routers)
 
@@ -349,7 +351,9 @@ def new_device_process(
     return DeviceProcess(engine, worker, shared_memory, control_socket, parent_alive_fd, layers)
 
 
-def new_shared_state(settings: Settings, workers: int, devices: Sequence[str] = ()) -> SharedState:
+def new_shared_state(
+    settings: Settings, workers: int, devices: Sequence[str] = (), layers: Sequence[str] = ()
+) -> SharedState:
     """Returns the shared state of workers and device processes. Call it before the forks."""
     return SharedState(
         workers,
@@ -358,4 +362,5 @@ def new_shared_state(settings: Settings, workers: int, devices: Sequence[str] = 
         models=tuple(catalogue.variants()),
         max_batch_size=settings.max_batch or GPU_MAX_BATCH,
         devices=devices,
+        layers=layers,
     )

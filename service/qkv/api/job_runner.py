@@ -125,7 +125,7 @@ class JobRunner:
         if result is None:
             result = await self._run_queued(request, received_at, job, priority, wait_s)
         result.times.total_s = time.perf_counter() - received_at
-        record_times(result.times)
+        record_times(result.times, job.plan)
         return result
 
     async def _run_queued(

@@ -165,12 +165,10 @@ class Plan:
         layer = self.inputs.layer
         weights = () if layer is None else tuple((n, t.shape) for n, t in layer.tensors.items())
         options = None if layer is None else layer.options.model_dump_json()
-        name = None if layer is None or layer.loaded is None else layer.loaded.name
         returned = self.outputs, self.form
         parameters: Any = self.parameters  # they are frozen, and have a hash
-        return BatchKey(
-            (type(self), self.variant.name, parameters, axes, *returned, weights, options, name)
-        )
+        of_layer = weights, options, self.layer_name
+        return BatchKey((type(self), self.variant.name, parameters, axes, *returned, *of_layer))
 
     @property
     def batch_size(self) -> int:
@@ -207,6 +205,18 @@ class Plan:
         if self.form.kind == "pool":  # pooling runs the variant on values as wide as the bins
             return total + self.variant.flops(sizes | {"E": min(self.form.size, sizes.get("S", 1))})
         return total + 2 * self._form_score_count * sizes.get("D", 1)
+
+    @property
+    def layer_name(self) -> str | None:
+        """The name of the loaded layer; None: the plan has none."""
+        layer = self.inputs.layer
+        return None if layer is None or layer.loaded is None else layer.loaded.name
+
+    @cached_property
+    def model_names(self) -> Sequence[str]:
+        """The names under which statistics count a run: of the variant, and of a loaded layer."""
+        name = self.layer_name
+        return [self.variant.name, *([] if name is None else [name])]
 
     @property
     def roles(self) -> tuple[str, ...]:

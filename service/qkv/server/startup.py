@@ -44,7 +44,8 @@ def serve(settings: Settings) -> int:
         or (settings.device_process == "auto" and not is_cpu and workers > 1)
     )
     layers = _load_layers(settings)
-    state = new_shared_state(settings, workers, devices if has_device_processes else ())
+    device_names = devices if has_device_processes else ()
+    state = new_shared_state(settings, workers, device_names, layers.names)
     shared_memory = (
         _new_shared_memory(workers, settings.max_queue_bytes) if has_device_processes else None
     )
