@@ -40,6 +40,8 @@ _ORIGIN: Final = re.compile(r"https?://[a-z0-9.:\[\]-]+|\*")
 
 _HOST: Final = re.compile(r"[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*|\[[0-9a-f:.]+\]|\*")
 
+_CHECKPOINT: Final = re.compile(r"[a-z0-9-]{1,64}")
+
 _MiB = 1 << 20
 _GiB = 1 << 30
 
@@ -246,6 +248,45 @@ class Settings(BaseSettings):
         float,
         Field(gt=0, description="Seconds in one batch after which a device counts as stuck."),
     ] = 600.0
+    checkpoints: Annotated[
+        str | None,
+        Field(
+            description="Comma-separated NAME=PATH: checkpoints whose attention layers requests "
+            "may name. A path is that of a .safetensors file, an index of several, or a folder "
+            "with one of them. A name has lower-case letters, digits and -. By default there are "
+            "none."
+        ),
+    ] = None
+    preload: Annotated[
+        bool,
+        Field(
+            description="If true, a GPU gets the layers of all checkpoints before the first "
+            "request. By default it gets each at the first request that names it."
+        ),
+    ] = False
+    max_device_layer_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Largest number of bytes of loaded layers on each GPU. A layer that was "
+            "not used for longest makes room for another one.",
+        ),
+    ] = 8 * _GiB
+    strict_checkpoints: Annotated[
+        bool,
+        Field(
+            description="If true, a checkpoint that cannot be loaded stops the start. By default "
+            "the others are served."
+        ),
+    ] = False
+    max_checkpoint_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Largest number of bytes of all loaded layers, in memory that the "
+            "processes share. Checked before a checkpoint is read.",
+        ),
+    ] = 16 * _GiB
 
     @classmethod
     def settings_customise_sources(
@@ -319,6 +360,25 @@ class Settings(BaseSettings):
         if value is not None and not all(map(_HOST.fullmatch, _split(value))):
             raise ValueError("a host is a name or an address in lower case, without a port, or *")
         return value
+
+    @field_validator("checkpoints")
+    @classmethod
+    def _are_checkpoints(cls, value: str | None) -> str | None:
+        entries = [] if value is None else [e.partition("=") for e in _split(value)]
+        if not all(_CHECKPOINT.fullmatch(name) and path for name, _, path in entries):
+            raise ValueError(
+                "expected NAME=PATH, with commas between several; a name has lower-case letters, "
+                "digits and -"
+            )
+        if len({name for name, _, _ in entries}) < len(entries):
+            raise ValueError("two checkpoints have the same name")
+        return value
+
+    @property
+    def checkpoint_paths(self) -> dict[str, Path]:
+        """The paths of the checkpoints, by name."""
+        entries = [] if self.checkpoints is None else _split(self.checkpoints)
+        return {name: Path(path) for name, _, path in (e.partition("=") for e in entries)}
 
     @property
     def has_keys(self) -> bool:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-from qkv.cli.main import main
 from support.checkpoints import gpt2, llama, write_raw
 from support.commands import error_of, stdout_of, write_tensors
 
@@ -108,5 +107,6 @@ def test_layer_with_a_problem_is_listed_with_the_reason(tmp_path: Path) -> None:
     assert "v_proj.weight is missing" in printed
 
 
-def test_command_needs_no_service() -> None:
-    assert "--url" not in {opt for p in main.commands["layers"].params for opt in p.opts}
+def test_file_needs_no_service(tmp_path: Path) -> None:
+    path = write_tensors(tmp_path / "a.npz", "tensors", {"c_attn.weight": np.ones((4, 12), "f4")})
+    assert "gpt2" in stdout_of("layers", path, "--url", "http://127.0.0.1:1")

@@ -39,7 +39,7 @@ def with_engine(test: Callable[[Engine], Awaitable[T]], **options: Any) -> T:
 
     async def main() -> T:
         defaults: dict[str, Any] = {"max_batch": 32, "threads": 2, "verifier": BatchVerifier("off")}
-        engine = Engine(new_test_device(), **(defaults | options))
+        engine = Engine(**({"device": new_test_device()} | defaults | options))
         engine.start()
         try:
             return await test(engine)

@@ -20,6 +20,7 @@ from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.engine.remote.shared_memory import SharedMemory, WorkerRegion
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.job import Job
+from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
 from qkv.jobs.plan import Limits, Plan
 from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
@@ -50,6 +51,7 @@ class Service:
         defaults: dict[str, Any] = {
             "max_batch": 32, "stack": True, "verifier": BatchVerifier("off"),
         }  # fmt: skip
+        self._layers: LoadedLayers = options.pop("layers", NO_LAYERS)
         self._options = defaults | options
         self._processes: list[asyncio.Future[bool]] = []
         self.engines = [self.start_device(number) for number in range(devices)]
@@ -69,6 +71,7 @@ class Service:
             self.shared_memory,
             control_socket,
             self._alive_pipes[-1][0],
+            self._layers,
         )
         self._processes.append(asyncio.ensure_future(process.run()))
         self.socket_broker.connect(index)

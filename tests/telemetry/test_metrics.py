@@ -78,9 +78,8 @@ def test_format_and_names_follow_prometheus(url: str) -> None:
         assert re.fullmatch(r"(qkv|process)_[a-z_]+", family.name)
         assert family.documentation.endswith(".")
         assert (f"{family.name}_total " in text) == (family.type == "counter")
-        assert family.samples or family.name.startswith(
-            ("qkv_device_memory", "qkv_device_process", "qkv_key_")
-        )
+        absent = ("qkv_device_memory", "qkv_device_process", "qkv_layer", "qkv_key_")  # here
+        assert family.samples or family.name.startswith(absent)
         assert all(sample.value >= 0 for sample in family.samples)
 
 
@@ -444,7 +443,8 @@ def queries() -> list[str]:
 
 def text_with_device_processes() -> str:
     """Returns the page of a service with every metric that there can be on a CPU."""
-    state = SharedState(1, models=tuple(variants()), devices=["cpu"])
+    names = tuple(variants())
+    state = SharedState(1, models=names, devices=["cpu"], layers=["a.h.0"])
     state.metrics.recorder(0).key_usage.add("alice")
     return exposition(state, "cpu")
 

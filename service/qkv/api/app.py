@@ -24,6 +24,7 @@ from qkv.api.endpoints import (
     convert,
     health,
     layers,
+    loaded_layers,
     metrics,
     open_inference_infer,
     open_inference_models,
@@ -34,6 +35,7 @@ from qkv.api.endpoints import (
     variants,
     verify,
 )
+from qkv.api.endpoints.open_inference_catalogue import ModelCatalogue
 from qkv.api.error_responses import error_response
 from qkv.api.job_runner import JobRunner
 from qkv.api.observability import ObservabilityMiddleware, RequestObserver
@@ -49,6 +51,8 @@ from qkv.engine.load import Load
 from qkv.engine.remote.device_process import DeviceProcess
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.errors import InvalidContent
+from qkv.jobs.loaded.checkpoint_loader import load_checkpoints
+from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.settings import Settings
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.worker_state import SharedState, WorkerState
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Runtime",
     "create_app",
+    "load_layers",
     "new_device_process",
     "new_metrics_asgi",
     "new_shared_state",
@@ -100,6 +105,7 @@ def create_app(
     worker: WorkerState | None = None,
     remote: JobExecutor | None = None,
     bound: tuple[str, int] | None = None,
+    layers: LoadedLayers | None = None,
 ) -> FastAPI:
     """Returns the service as an ASGI application.
 
@@ -110,8 +116,14 @@ def create_app(
         worker: this process's part of the shared state; None: this is the only process.
         remote: the engine of the device processes; None: this process has an engine of its own.
         bound: address and port of the server's socket, as for `SourceRules`.
+        layers: that requests may name; None loads the checkpoints of the settings.
+
+    Raises:
+        ValueError, QkvError: as `load_layers`.
     """
-    runtime = _build_runtime(settings or Settings(), worker, remote)
+    settings = settings or Settings()
+    layers = load_layers(settings) if layers is None else layers
+    runtime = _build_runtime(settings, worker, remote, layers)
     app = FastAPIOffline(  # serves Swagger UI's files itself: no request to another host
         docs_url=None,  # the playground has the page, which sends the user's key
         redoc_url=None,
@@ -132,14 +144,31 @@ def create_app(
     return app
 
 
+def load_layers(settings: Settings) -> LoadedLayers:
+    """Returns the layers of the checkpoints of the settings. Call it before the forks.
+
+    Raises:
+        ValueError: a checkpoint has the name of a variant.
+        QkvError: one cannot be loaded, and `strict_checkpoints`.
+    """
+    return load_checkpoints(
+        settings.checkpoint_paths,
+        settings.max_checkpoint_bytes,
+        is_strict=settings.strict_checkpoints,
+    )
+
+
 def _build_runtime(
-    settings: Settings, worker: WorkerState | None, remote: JobExecutor | None
+    settings: Settings,
+    worker: WorkerState | None,
+    remote: JobExecutor | None,
+    layers: LoadedLayers,
 ) -> Runtime:
     if worker is None:
         _add_variants(settings)
-        worker = new_shared_state(settings, 1).worker(0)
+        worker = new_shared_state(settings, 1, layers=layers.names).worker(0)
         worker.set_ready(True)
-    engine: JobExecutor = remote or _new_engine(settings, settings.device, worker)
+    engine: JobExecutor = remote or _new_engine(settings, settings.device, worker, layers)
     engine.admission.body_timeout_s = settings.read_timeout_s
     recorder = worker.metrics_recorder
     request_log = None
@@ -150,7 +179,7 @@ def _build_runtime(
         settings=settings,
         worker=worker,
         engine=engine,
-        job_runner=JobRunner(engine, settings),
+        job_runner=JobRunner(engine, settings, layers),
         api_keys=ApiKeys(settings.read_keys, recorder.key_usage.add) if settings.has_keys else None,
         observer=RequestObserver(recorder, request_log, traces),
         request_log=request_log,
@@ -203,7 +232,8 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> tuple[dict[str, Endpoint], li
     settings, engine, job_runner = runtime.settings, runtime.engine, runtime.job_runner
     shared_state = runtime.worker.shared_state
     handler = run.RunHandler(job_runner, settings)
-    infer = open_inference_infer.InferHandler(job_runner, shared_state.models, settings)
+    models = ModelCatalogue(shared_state.models, job_runner.limits.layers)
+    infer = open_inference_infer.InferHandler(job_runner, models, settings)
     run_routers = (run.attention_router(handler), run.gradients_router(handler))
     routers = (
         *run_routers,
@@ -212,18 +242,19 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> tuple[dict[str, Endpoint], li
         sweep.router(job_runner, settings, shared_state),
         convert.router(job_runner, settings),
         layers.router(job_runner, settings),
+        loaded_layers.router(job_runner.limits.layers),
         verify.router(job_runner, settings),
         variants.router(),
         health.router(engine, shared_state),
         playground.router(),
         metrics.router(shared_state, engine.device_name),
-        open_inference_models.router(engine, shared_state),
-        open_inference_repository.router(shared_state.models),
+        open_inference_models.router(engine, shared_state, models),
+        open_inference_repository.router(models),
     )
     for router in routers:
         app.include_router(router)
     direct: dict[str, Endpoint] = {r.path: r.endpoint for r in _api_routes(*run_routers)}
-    for name in catalogue.variants():
+    for name in models.names:
         direct[f"/v2/models/{name}/infer"] = partial(infer.handle, model=name)
     return direct, _api_routes(*routers)
 
@@ -292,19 +323,22 @@ def _set_document(app: FastAPI, routes: list[APIRoute], is_guarded: bool) -> Non
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this way to extend it
 
 
-def _new_engine(settings: Settings, device: str, worker: WorkerState) -> Engine:
+def _new_engine(
+    settings: Settings, device: str, worker: WorkerState, layers: LoadedLayers
+) -> Engine:
     """Returns an engine of this process on the device of a name.
 
     Raises:
         ValueError: the device does not exist.
     """
     return Engine(
-        new_device(find_device(device), settings.tf32),
+        new_device(find_device(device), settings.tf32, settings.max_device_layer_bytes),
         max_batch=settings.max_batch,
         threads=settings.threads,
         limit=queue_limits(settings),
         idle_threads=worker.idle_threads,
         on_busy=worker.set_busy,
+        preload=[layers[name] for name in layers.names] if settings.preload else (),
         verifier=BatchVerifier(settings.verify_batches, worker.metrics_recorder.record_batch_check),
     )
 
@@ -321,17 +355,20 @@ def new_device_process(
     shared_memory: SharedMemory,
     control_socket: socket.socket,
     parent_alive_fd: int,
+    layers: LoadedLayers,
 ) -> DeviceProcess:
     """Returns the process that owns the device of a name and runs jobs of all workers.
 
     Raises:
         ValueError: the device does not exist.
     """
-    engine = _new_engine(settings, device, worker)
-    return DeviceProcess(engine, worker, shared_memory, control_socket, parent_alive_fd)
+    engine = _new_engine(settings, device, worker, layers)
+    return DeviceProcess(engine, worker, shared_memory, control_socket, parent_alive_fd, layers)
 
 
-def new_shared_state(settings: Settings, workers: int, devices: Sequence[str] = ()) -> SharedState:
+def new_shared_state(
+    settings: Settings, workers: int, devices: Sequence[str] = (), layers: Sequence[str] = ()
+) -> SharedState:
     """Returns the shared state of workers and device processes. Call it before the forks."""
     return SharedState(
         workers,
@@ -340,4 +377,5 @@ def new_shared_state(settings: Settings, workers: int, devices: Sequence[str] = 
         models=tuple(catalogue.variants()),
         max_batch_size=settings.max_batch or GPU_MAX_BATCH,
         devices=devices,
+        layers=layers,
     )

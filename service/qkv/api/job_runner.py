@@ -19,6 +19,7 @@ from qkv.engine.job_executor import JobExecutor
 from qkv.engine.result import Result
 from qkv.errors import ClientDisconnected, DeadlineExceeded, MalformedRequest, format_value
 from qkv.jobs.job import Job
+from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
 from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.plan_cache import PlanCache
 from qkv.settings import Settings
@@ -48,16 +49,19 @@ class JobRunner:
     Args:
         engine: runs the jobs.
         settings: limits and timeout of a request.
+        layers: that requests may name.
 
     Attributes:
         limits: of a request.
     """
 
-    def __init__(self, engine: JobExecutor, settings: Settings) -> None:
+    def __init__(
+        self, engine: JobExecutor, settings: Settings, layers: LoadedLayers = NO_LAYERS
+    ) -> None:
         self._engine = engine
         self._max_body_bytes = settings.max_body_bytes
         self._timeout_s = settings.request_timeout_s or None
-        self.limits = job_limits(settings)
+        self.limits = job_limits(settings)._replace(layers=layers)
         self._plans = PlanCache(self.limits)
 
     def admit(self, request: Request) -> Admission:
@@ -124,7 +128,7 @@ class JobRunner:
         if result is None:
             result = await self._run_queued(request, received_at, job, priority, wait_s)
         result.times.total_s = time.perf_counter() - received_at
-        record_times(result.times)
+        record_times(result.times, job.plan)
         return result
 
     async def _run_queued(

@@ -19,9 +19,11 @@ from urllib.parse import unquote
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from qkv.api.endpoints.open_inference_catalogue import LAYER_VARIANT
 from qkv.api.server_request import ProtocolError, ServerRequest, server_request
 from qkv.engine.tenant import ANYONE, Tenant
 from qkv.errors import QkvError, TooManyRequests
+from qkv.jobs.plan import Plan
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.metrics import OTHER, UNKNOWN, MetricsRecorder
 from qkv.telemetry.times import Times
@@ -67,13 +69,19 @@ def has_responded() -> bool:
     return request is not None and request.status != 0
 
 
-def record_times(times: Times) -> None:
+def record_times(times: Times, plan: Plan | None = None) -> None:
     """Records the times of the run of the current request, for the metrics, the log and the span.
 
     A request must not refer to outputs: tasks and timers that it starts keep its context.
+
+    Args:
+        times: of the run.
+        plan: of the run; None: the request is a comparison, with several runs.
     """
     if (request := _current.get()) is not None:
         request.times = times
+        if plan is not None:
+            request.variant, request.layer = plan.variant.name, plan.layer_name
 
 
 def current_tenant() -> Tenant:
@@ -107,6 +115,9 @@ class RequestObserver:
         self._labels: dict[str, str] = {
             path % name: name for path in _RUN_PATHS for name in metrics_recorder.variants
         }
+        if metrics_recorder.has_variant(LAYER_VARIANT):
+            *_, infer = _RUN_PATHS
+            self._labels |= {infer % name: LAYER_VARIANT for name in metrics_recorder.layers}
         self._is_silent = log is None and traces is None
         self._prefix = os.urandom(8).hex().encode()
         self._numbers = itertools.count(1)
@@ -144,7 +155,7 @@ class RequestObserver:
             return
         request.is_recorded = True
         seconds = time.perf_counter() - request.received_at
-        label = self._variant_label(scope["method"], scope["path"])
+        label = request.variant or self._variant_label(scope["method"], scope["path"])
         outcome = request.error_name
         if (protocol_error := request.protocol_error) is not None:
             error, request.sent_bytes = protocol_error
@@ -160,6 +171,8 @@ class RequestObserver:
             is_rejected = outcome == TooManyRequests.name
             usage = self._metrics_recorder.key_usage
             usage.record(key, is_rejected=is_rejected, compute_s=compute_s)
+        if request.layer is not None and request.times is not None:
+            self._metrics_recorder.record_layer(request.layer, request.times)
         if not self._is_silent:
             name = None if label == OTHER else label
             details = (name, request.status, outcome, seconds, request.sent_bytes)

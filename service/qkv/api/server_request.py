@@ -62,6 +62,8 @@ class ServerRequest:
         sent_bytes: bytes of the response's body.
         error_name: the problem type of its error; None: it has none.
         times: of its run; None until it has run, and for a request that runs nothing.
+        variant: that its run had; None as for times.
+        layer: the loaded layer of its run; None: it has none.
         is_recorded: the metrics and the log have it.
     """
 
@@ -78,6 +80,8 @@ class ServerRequest:
         self.status = self.sent_bytes = 0
         self.error_name: str | None = None
         self.times: Times | None = None
+        self.variant: str | None = None
+        self.layer: str | None = None
         self.is_recorded = False
 
     @property

@@ -9,25 +9,31 @@ from typing import Any, Final
 import click
 
 from qkv.cli import tensor_files
-from qkv.cli.checkpoint import Checkpoint, is_checkpoint
 from qkv.cli.errors import one_line_errors
-from qkv.cli.options import SOURCE
+from qkv.cli.options import API_KEY, URL
 from qkv.cli.output import echo
-from qkv.cli.service import line_width
+from qkv.cli.service import line_width, send
+from qkv.client.request_builders import build_layers
 from qkv.client.tables import Table
 from qkv.errors import InvalidContent
 from qkv.wire import json
+from qkv.wire.checkpoint.checkpoint import Checkpoint, is_checkpoint
 
 __all__ = ["layers"]
 
+_LOADED_HEAD: Final = ("layer", "layout", "dtype", "width", "heads", "kv_heads", "parameters")
 _HEAD: Final = ("layer", "layout", "hidden", "query", "key", "output", "biases", "norms")
 
 
-@click.command(short_help="Lists the attention layers of a model's file.")
-@SOURCE
+@click.command(short_help="Lists the attention layers of a model's file, or of a service.")
+@click.argument("source", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def layers(source: Path, as_json: bool) -> None:
+@URL
+@API_KEY
+def layers(source: Path | None, as_json: bool, url: str, api_key: str | None) -> None:
     """Lists the attention layers in the file SOURCE, with the layout and the sizes of each.
+
+    Without SOURCE, it lists those that a service has loaded: requests may name them.
 
     Only the headers of files are read. Needs pip install '.[server]'. SOURCE is a .safetensors
     file, the model.safetensors.index.json of a model in several files, or a folder with one of
@@ -38,8 +44,13 @@ def layers(source: Path, as_json: bool) -> None:
 
     \b
     qkv layers model.safetensors
+    qkv layers --url http://127.0.0.1:8000
     """
     with one_line_errors():
+        if source is None:
+            loaded = send(url, api_key, build_layers())
+            echo(json.dump(loaded) if as_json else _loaded_table(url, loaded).text(line_width()))
+            return
         shapes = _shapes(source)
         from qkv.engine.local import layers as find_layers
 
@@ -66,6 +77,20 @@ def _table(source: Path, entries: Sequence[Mapping[str, Any]]) -> Table:
     if any(len(layer["layouts"]) > 1 for layer in entries):
         notes.append("Several layouts fit the same names and shapes: name the right one.")
     return Table(_HEAD, [(f"{count} in {source.name}", list(map(_row, entries)))], notes)
+
+
+def _loaded_table(url: str, layers: Sequence[Mapping[str, Any]]) -> Table:
+    rows = [
+        [
+            layer["name"],
+            layer["layout"],
+            layer["dtype"],
+            *(str(layer[name]) for name in ("width", "heads", "kv_heads")),
+            " ".join(f"{n}={json.dump(v).decode()}" for n, v in layer["parameters"].items()) or "–",
+        ]
+        for layer in layers
+    ]
+    return Table(_LOADED_HEAD, [(f"{len(layers)} loaded layers of {url}", rows)], [])
 
 
 def _row(layer: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -65,14 +66,34 @@ def main() -> None:
     metavar="DIR",
     help="Folder of variants of one's own, NAME.py for each.  [env var: QKV_VARIANTS]",
 )
-def serve(**flags: Any) -> None:
+@click.option(
+    "--checkpoint",
+    "checkpoints",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="A model's checkpoint, whose attention layers requests may name; may repeat.  "
+    "[env var: QKV_CHECKPOINTS]",
+)
+@click.option(
+    "--preload",
+    is_flag=True,
+    default=None,
+    help="A GPU gets all layers of the checkpoints at the start.  [env var: QKV_PRELOAD]",
+)
+@click.option(
+    "--strict-checkpoints",
+    is_flag=True,
+    default=None,
+    help="A checkpoint that cannot be loaded stops the start.  [env var: QKV_STRICT_CHECKPOINTS]",
+)
+def serve(checkpoints: Sequence[str], **flags: Any) -> None:
     """Serves over HTTP until Ctrl-C or SIGTERM.
 
     Other settings are variables of the environment, such as QKV_DEVICE and QKV_MAX_BATCH:
     docs/running.md lists them.
     """
     with one_line_errors():
-        settings = _load_settings(flags)
+        settings = _load_settings(flags | {"checkpoints": ",".join(checkpoints) or None})
         # imports torch, which takes seconds; a wrong setting is reported before that
         from qkv.server.startup import serve as run_service
 

@@ -8,11 +8,11 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from qkv.cli.checkpoint import is_checkpoint
 from qkv.cli.own_variants import add_variants_if_set
 from qkv.client.environment import DEFAULT_URL
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
 from qkv.wire import json
+from qkv.wire.checkpoint.checkpoint import is_checkpoint
 
 __all__ = [
     "API_KEY",
@@ -42,7 +42,7 @@ __all__ = [
     "typed_variants",
 ]
 
-_LAYER_FIELDS: Final = ("layout", "prefix", "heads", "kv_heads", "rope", "alibi")
+_LAYER_FIELDS: Final = ("name", "layout", "prefix", "heads", "kv_heads", "rope", "alibi")
 
 SOURCE: Final = click.argument("source", type=click.Path(path_type=Path))
 TARGET: Final = click.option(
@@ -156,7 +156,14 @@ def layer_options(command: _Command) -> _Command:
         type=click.Choice(["plain", "scaled"]),
         help="Add ALiBi's biases to the scores; scaled: before these are scaled, as Falcon does.",
     )
-    for option in (alibi, ROPE, KV_HEADS, HEADS, PREFIX, layout):  # the last is the first in --help
+    name = click.option(
+        "--layer",
+        "name",
+        metavar="NAME",
+        help="A layer that the service has loaded, such as minilm.encoder.layer.3.",
+    )
+    options = (alibi, ROPE, KV_HEADS, HEADS, PREFIX, layout, name)
+    for option in options:  # the last is the first in --help
         command = option(command)
     return command
 
@@ -247,7 +254,8 @@ def typed_flags(**flags: Any) -> dict[str, str]:
 
 def typed_layer(layer: Mapping[str, Any]) -> dict[str, str]:
     """Returns the words of the flags of a layer: of all if one is set, since it needs others."""
-    return {f"/layer/{n}": f"--{n.replace('_', '-')}" for n in _LAYER_FIELDS if layer}
+    names = {n: f"--{n.replace('_', '-')}" for n in _LAYER_FIELDS} | {"name": "--layer"}
+    return {f"/layer/{name}": flag for name, flag in names.items() if layer}
 
 
 def typed_parameters(words: Iterable[str], within: str = "") -> dict[str, str]:

@@ -13,12 +13,12 @@ from zipfile import ZipFile, ZipInfo
 import numpy as np
 from numpy.lib import format as npy_format
 
-from qkv.cli.checkpoint import Checkpoint
-from qkv.cli.torch_files import refuse_torch_file
 from qkv.client.layer_tensors import below, is_needed
 from qkv.errors import InvalidContent, QkvError
 from qkv.tensors import RawTensor
 from qkv.wire import Chunk, json, safetensors
+from qkv.wire.checkpoint.checkpoint import Checkpoint
+from qkv.wire.checkpoint.torch_files import refuse_torch_file
 from qkv.wire.message import Message
 from qkv.wire.safetensors import LAYER
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from qkv.cli import tensor_files
-from qkv.cli.checkpoint import Checkpoint, is_checkpoint
 from qkv.client.layer_tensors import MOST, below, check_count, is_needed
 from qkv.errors import InvalidContent
 from qkv.tensors import nbytes
+from qkv.wire.checkpoint.checkpoint import Checkpoint, is_checkpoint
 from qkv.wire.message import Message
 
 __all__ = ["read_weights"]

@@ -21,12 +21,14 @@ from qkv.client.event_source import ServerSentEvent, aiter_events
 from qkv.client.lists import has_lists, input_dtypes, lists_to_arrays
 from qkv.client.request_builders import (
     Choice,
+    LayerChoice,
     RequestSpec,
     StreamSpec,
     build_attend,
     build_compare,
     build_convert,
     build_gradients,
+    build_layers,
     build_sweep,
     build_variants,
 )
@@ -81,7 +83,7 @@ class AsyncClient:
         self,
         variant: str,
         *,
-        layer: Mapping[str, Any] | None = None,
+        layer: LayerChoice | None = None,
         outputs: list[str] | None = None,
         weights: str | Mapping[str, Any] | None = None,
         **inputs_and_parameters: Any,
@@ -95,7 +97,7 @@ class AsyncClient:
         variant: str,
         *,
         grad_output: Any,
-        layer: Mapping[str, Any] | None = None,
+        layer: LayerChoice | None = None,
         **inputs_and_parameters: Any,
     ) -> Gradients:
         """Returns the gradients of sum(grad_output * output): see `Client.gradients`."""
@@ -110,7 +112,7 @@ class AsyncClient:
         repeats: int | None = None,
         rows: int | None = 1024,
         per_head: bool = False,
-        layer: Mapping[str, Any] | None = None,
+        layer: LayerChoice | None = None,
         **inputs_and_parameters: Any,
     ) -> Comparison:
         """Compares variants with a baseline on the same inputs: see `Client.compare`."""
@@ -203,6 +205,10 @@ class AsyncClient:
         if inspect.isawaitable(results):
             results = await results
         return await self.send(build_judge(drawn, results))
+
+    async def layers(self) -> list[dict[str, Any]]:
+        """Returns the layers that the service has loaded: see `Client.layers`."""
+        return await self.send(build_layers())
 
     async def variants(self) -> list[dict[str, Any]]:
         """Returns the catalogue: see `Client.variants`."""

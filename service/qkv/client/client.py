@@ -18,12 +18,14 @@ from qkv.client.event_source import ServerSentEvent, iter_events
 from qkv.client.lists import has_lists, input_dtypes, lists_to_arrays
 from qkv.client.request_builders import (
     Choice,
+    LayerChoice,
     RequestSpec,
     StreamSpec,
     build_attend,
     build_compare,
     build_convert,
     build_gradients,
+    build_layers,
     build_sweep,
     build_variants,
 )
@@ -86,7 +88,7 @@ class Client:
         self,
         variant: str,
         *,
-        layer: Mapping[str, Any] | None = None,
+        layer: LayerChoice | None = None,
         outputs: list[str] | None = None,
         weights: str | Mapping[str, Any] | None = None,
         **inputs_and_parameters: Any,
@@ -97,7 +99,9 @@ class Client:
             variant: its name, for instance "softmax".
             layer: {"layout": "auto", "heads": n, "prefix": "...", "tensors": {...}}: the weights of
                 the projections. The tensors may be the `state_dict()` of a whole model: the client
-                sends the floating ones below the prefix.
+                sends the floating ones below the prefix. Or the name of a layer that the service
+                has loaded, which `layers` lists: "minilm.encoder.layer.3", or an object with
+                `name` and other fields.
             outputs: the names of the outputs to return; None: output and weights.
             weights: the form of the weights: "full", "none", "stats", {"rows": [0, 5]},
                 {"top_k": 8} or {"pool": 64}. The run has them in `outputs`: `weights`, and with
@@ -123,7 +127,7 @@ class Client:
         variant: str,
         *,
         grad_output: Any,
-        layer: Mapping[str, Any] | None = None,
+        layer: LayerChoice | None = None,
         **inputs_and_parameters: Any,
     ) -> Gradients:
         """Returns the gradients of sum(grad_output * output).
@@ -131,7 +135,7 @@ class Client:
         Args:
             variant: its name, for instance "softmax".
             grad_output: the gradient of the output, in the shape of the output.
-            layer: as for `attend`; its tensors have gradients too.
+            layer: as for `attend`; the tensors in a request have gradients too.
             **inputs_and_parameters: as for `attend`.
 
         Raises:
@@ -148,7 +152,7 @@ class Client:
         repeats: int | None = None,
         rows: int | None = 1024,
         per_head: bool = False,
-        layer: Mapping[str, Any] | None = None,
+        layer: LayerChoice | None = None,
         **inputs_and_parameters: Any,
     ) -> Comparison:
         """Compares variants with a baseline on the same inputs.
@@ -326,6 +330,14 @@ class Client:
         fields = {**options, "seed": seed, "parameters": parameters}
         drawn = self.send(build_draw(variant, like, fields))
         return self.send(build_judge(drawn, function(**drawn.arguments)))
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Returns the layers that the service has loaded: name, layout, heads, width, parameters.
+
+        Raises:
+            QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
+        """
+        return self.send(build_layers())
 
     def variants(self) -> list[dict[str, Any]]:
         """Returns the catalogue.

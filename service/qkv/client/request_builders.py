@@ -26,6 +26,7 @@ from qkv.wire.message import Message
 
 __all__ = [
     "Choice",
+    "LayerChoice",
     "RequestSpec",
     "StreamSpec",
     "build_attend",
@@ -36,6 +37,7 @@ __all__ = [
     "build_convert",
     "build_gradients",
     "build_inputs_message",
+    "build_layers",
     "build_message",
     "build_post",
     "build_sweep",
@@ -49,6 +51,9 @@ _T = TypeVar("_T")
 
 Choice: TypeAlias = str | Mapping[str, Any]
 """A variant: its name, or an object {"variant": "taylor", "parameters": {...}}."""
+
+LayerChoice: TypeAlias = str | Mapping[str, Any]
+"""A layer: the name of a loaded one, or an object."""
 
 
 class RequestSpec(NamedTuple, Generic[_T]):
@@ -71,7 +76,7 @@ class StreamSpec(NamedTuple):
 
 def build_attend(
     variant: str,
-    layer: Mapping[str, Any] | None,
+    layer: LayerChoice | None,
     outputs: list[str] | None,
     weights: str | Mapping[str, Any] | None,
     arguments: Mapping[str, Any],
@@ -86,13 +91,15 @@ def build_attend(
         outputs = _restore_tensors(reply, from_raw)
         fields = reply.fields
         weights_are = fields.get("weights_are")
-        return Run(fields["variant"], outputs, fields["timing"], weights_are, weights or "full")
+        notes = fields.get("notes", ())
+        form = weights or "full"
+        return Run(fields["variant"], outputs, fields["timing"], weights_are, form, notes)
 
     return build_post(run_path(variant), message, "inputs", parse)
 
 
 def build_gradients(
-    variant: str, layer: Mapping[str, Any] | None, arguments: Mapping[str, Any]
+    variant: str, layer: LayerChoice | None, arguments: Mapping[str, Any]
 ) -> RequestSpec[Gradients]:
     """Builds the request for gradients; the arguments are those of `Client.gradients`."""
     message, from_raw = build_inputs_message(layer, arguments, {})
@@ -123,6 +130,8 @@ def build_inputs_message(
     if isinstance(layer, Mapping):
         fields["layer"] = {k: v for k, v in layer.items() if k != "tensors"}
         layer_tensors = select(layer.get("tensors", {}), layer.get("prefix"), "/layer")
+    elif isinstance(layer, str):
+        fields["layer"] = {"name": layer}
     elif layer is not None:
         fields["layer"] = layer  # the service rejects it
     message = Message(fields, {n: to_raw(array) for n, array in arrays.items()}, layer_tensors)
@@ -147,7 +156,7 @@ def build_compare(
     repeats: int | None,
     rows: int | None,
     per_head: bool,
-    layer: Mapping[str, Any] | None,
+    layer: LayerChoice | None,
     arguments: Mapping[str, Any],
 ) -> RequestSpec[Comparison]:
     """Builds the request that compares variants; the arguments are those of `Client.compare`."""
@@ -260,6 +269,16 @@ def build_variants() -> RequestSpec[list[dict[str, Any]]]:
         return catalogue
 
     return RequestSpec("GET", "/v1/variants", parse)
+
+
+def build_layers() -> RequestSpec[list[dict[str, Any]]]:
+    """Builds the request for the loaded layers."""
+
+    def parse(response: httpx.Response) -> list[dict[str, Any]]:
+        layers: list[dict[str, Any]] = response.json()["layers"]
+        return layers
+
+    return RequestSpec("GET", "/v1/layers", parse)
 
 
 def build_post(

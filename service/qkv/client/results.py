@@ -32,6 +32,7 @@ class Run:
             query sees no key), "signed" or "unnormalised"; None if there are no weights.
         form: the requested form of the weights: "full", "none", "stats", {"rows": [...]},
             {"top_k": k} or {"pool": bins}.
+        notes: sentences on what a loaded layer has and the variant lacks.
     """
 
     variant: str
@@ -39,6 +40,7 @@ class Run:
     timing: Mapping[str, Any]
     weights_are: str | None = None
     form: str | Mapping[str, Any] = "full"
+    notes: Sequence[str] = ()
 
     @property
     def output(self) -> Any:
@@ -118,7 +120,7 @@ class Run:
         ]
         time = f"{self.timing['compute_ms']:.3g} ms on {self.timing['device']}"
         heading = self.variant + (f", {self.weights_are} weights" if self.weights_are else "")
-        notes = [f"{time} ({self.timing['backend']})"]
+        notes = [f"{time} ({self.timing['backend']})", *self.notes]
         return Table(["output", "dtype", "shape"], [(heading, rows)], notes)
 
 

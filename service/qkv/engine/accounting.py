@@ -30,7 +30,8 @@ class JobAccounting:
         """Records a job that failed or expired; it was submitted at `enqueued_at`."""
         if self.stats_recorder is not None and job.plan.is_inference:
             total_s = time.perf_counter() - enqueued_at
-            self.stats_recorder.record_failure(job.plan.variant.name, total_s)
+            for name in job.plan.model_names:
+                self.stats_recorder.record_failure(name, total_s)
 
     def record_batch(
         self, jobs: Sequence[Job], enqueued_at: Sequence[float], results: Sequence[Result]
@@ -50,4 +51,5 @@ class JobAccounting:
         # model statistics count inference requests only
         if self.stats_recorder is not None and jobs[0].plan.is_inference:
             times_of_each = [result.times for result in results]
-            self.stats_recorder.record_batch(jobs[0].plan.variant.name, times_of_each)
+            for name in jobs[0].plan.model_names:
+                self.stats_recorder.record_batch(name, times_of_each)

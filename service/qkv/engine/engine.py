@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from qkv.attention.layers.layer import Layer
 from qkv.engine.accounting import JobAccounting
 from qkv.engine.admission import AdmissionController
 from qkv.engine.batch_runner import DEVICE_RETRY_AFTER_S, BatchRunner, Launch
@@ -84,6 +85,7 @@ class Engine:
             thread.
         verifier: checks the bits of stacked batches; None: one that checks samples.
         launch: begins a batch.
+        preload: loaded layers that the device gets before it runs a job.
 
     Attributes:
         device_name: as responses give it.
@@ -106,7 +108,9 @@ class Engine:
         on_busy: Callable[[bool], None] = lambda _: None,
         verifier: BatchVerifier | None = None,
         launch: Launch = launch,
+        preload: Sequence[Layer] = (),
     ) -> None:
+        self._preload = preload
         self.device, self.device_name = device, str(device.torch_device)
         self.accounting = JobAccounting(self.device_name)
         self._max_batch = max_batch or (GPU_MAX_BATCH if device.is_accelerator else 1)
@@ -319,6 +323,7 @@ class Engine:
 
     def _run_thread(self) -> None:
         self.device.use_in_this_thread()
+        self.device.layer_memory.preload(self._preload)
         if self._runs_inline and sys.platform == "linux":
             # the event loop runs small jobs beside a large one, and must not wait for a turn
             thread = threading.get_native_id()

@@ -291,16 +291,24 @@ def _to_dense_tensor(array: np.ndarray, device: Device) -> Tensor:
 
 
 def _layer_weights(job: Job, device: Device) -> LayerTensors:
-    """Returns the arrays of the layer that the variant needs, dense in every layout."""
-    assert job.layer is not None
+    """Returns the arrays of the layer that the variant needs, dense in every layout.
+
+    The device has the weights of a loaded layer.
+    """
+    layer = job.layer
+    assert layer is not None
+    if layer.loaded is not None:
+        held = device.layer_memory.weights_of(layer)
+        return {**held, **_load_arrays(layer.position_arrays, device)}
     unused = set(ROLES).difference(job.plan.roles)
-    return device.load(
-        {
-            name: _to_dense_tensor(array, device)
-            for name, array in job.layer.arrays.items()
-            if name.partition(".")[0] not in unused
-        }
-    )
+    needed = {n: a for n, a in layer.arrays.items() if n.partition(".")[0] not in unused}
+    return _load_arrays(needed, device)
+
+
+def _load_arrays(arrays: Mapping[str, np.ndarray], device: Device) -> LayerTensors:
+    if not arrays:
+        return {}
+    return device.load({name: _to_dense_tensor(array, device) for name, array in arrays.items()})
 
 
 def _plane_indices(sizes: Sequence[int], H: int, device: torch.device) -> Tensor:

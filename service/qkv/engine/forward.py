@@ -188,7 +188,7 @@ def _compute_gradients(
     weights: LayerTensors,
     arguments: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Returns the gradients of each input, and of the layer's weights."""
+    """Returns the gradients of each input, and of the weights of a layer that is not loaded."""
     grad, layer, backward = tensors[GRAD_OUTPUT], plan.inputs.layer, plan.variant.backward
     assert backward is not None
     if layer is None:
@@ -209,8 +209,11 @@ def _output_gradients(
     plan: GradientPlan, grad_BLM: Tensor, weights: LayerTensors, arguments: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the gradient of the output projection's input, and those of its weight and bias."""
-    output_BHLE = plan.variant.attend(**arguments, outputs=frozenset({"output"})).output
+    layer = plan.inputs.layer
+    if layer is not None and layer.loaded is not None:
+        return projection.project_back_to_input(grad_BLM, weights["output.weight"]), {}
     unused_BL = (grad_BLM == 0).all(-1)  # their rows may be NaN
+    output_BHLE = plan.variant.attend(**arguments, outputs=frozenset({"output"})).output
     merged_BLX = projection.merge_heads(output_BHLE).masked_fill(unused_BL[..., None], 0)
     grad_BLX, weight, bias = projection.project_back(
         grad_BLM, merged_BLX, weights["output.weight"], weights.get("output.bias")
@@ -224,12 +227,14 @@ def in_layout(plan: Plan, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]
     layer = plan.inputs.layer
     if layer is None or not isinstance(plan, GradientPlan):
         return tensors
+    rest = {n: t for n, t in tensors.items() if not n.startswith(GRADIENT)}
+    if layer.loaded is not None:
+        return rest
     gradients = {}
     for name, weight in layer.weights.items():
         gradient = tensors.get(GRADIENT + name)  # None: the variant does not use the weight
         gradients[name] = np.zeros(weight.shape) if gradient is None else gradient.numpy()
     written = layer.with_spelling(layer.layout.write(gradients, layer.heads))
-    rest = {n: t for n, t in tensors.items() if not n.startswith(GRADIENT)}
     return rest | {
         name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in written.items()
     }

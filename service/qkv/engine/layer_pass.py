@@ -5,14 +5,15 @@ Forward: projection, QK-norm, rotary embedding; then the variant; then the outpu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from qkv.attention.common.guards import are_wide, holds
-from qkv.attention.layers import projection
+from qkv.attention.layers import input_norm, projection
+from qkv.attention.layers.input_norm import NORM_BIAS, NORM_WEIGHT
 from qkv.attention.layers.layer import FREQUENCIES, SLOPES, Layer
 from qkv.attention.layers.layer_weights import SINKS
 from qkv.attention.layers.qk_norm import normalize, normalize_back
@@ -45,11 +46,10 @@ def project(
         scale = plan.arguments.get("scale")
         rest[SLOPES] = weights[SLOPES] * (layer.head_width**-0.5 if scale is None else scale)
     for widen in (True,) if are_wide() else (False, True):
+        embeddings = _embeddings(layer, used, tensors, weights, widen)
         projected = {}
         for role in used:
-            x_BNM = tensors["x"] if "x" in tensors else tensors[role]
-            x_BNM = x_BNM.double() if widen else x_BNM
-            flat = _project_role(layer, role, x_BNM, weights)
+            flat = _project_role(layer, role, embeddings[role], weights)
             projected[role] = _position(plan, role, flat, tensors, weights)
         if all(holds(t.isfinite()) for t in projected.values()):
             break
@@ -73,7 +73,7 @@ def project_output(output_BHLE: Tensor, weights: LayerTensors) -> Tensor:
 def project_back(
     plan: Plan, tensors: Mapping[str, Tensor], weights: LayerTensors, raw: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Returns the gradients of the embeddings and of the layer's weights.
+    """Returns the gradients of the embeddings and, unless the layer is loaded, of its weights.
 
     Args:
         plan: of gradients with a layer.
@@ -88,8 +88,9 @@ def project_back(
     gradients = {name: tensor for name, tensor in raw.items() if name not in from_layer}
     if SINKS in weights:
         gradients[GRADIENT + SINKS] = raw[SINKS]
+    embeddings = _embeddings(layer, roles, tensors, weights)
     for role in roles:
-        x_BNM, grad_BHND = tensors[role], raw[role]
+        x_BNM, grad_BHND = embeddings[role], raw[role]
         grad_BHND = _position(plan, role, grad_BHND, tensors, weights, inverse=True)
         norm = weights.get(f"{role}_norm.weight")
         if norm is not None:
@@ -97,17 +98,53 @@ def project_back(
             grad_BHND, gradients[f"{GRADIENT}{role}_norm.weight"] = normalize_back(
                 grad_BHND, flat, norm, layer.options.qk_norm
             )
+        grad_BNX, weight_MX = projection.merge_heads(grad_BHND), weights[f"{role}.weight"]
+        if layer.loaded is not None:
+            x = projection.project_back_to_input(grad_BNX, weight_MX)
+            gradients[role] = _leave_norm(layer, x, tensors[role], weights)
+            continue
         x, weight, bias = projection.project_back(
-            projection.merge_heads(grad_BHND),
-            x_BNM,
-            weights[f"{role}.weight"],
-            weights.get(f"{role}.bias"),
+            grad_BNX, x_BNM, weight_MX, weights.get(f"{role}.bias")
         )
         gradients[role] = x
         gradients[f"{GRADIENT}{role}.weight"] = weight
         if bias is not None:
             gradients[f"{GRADIENT}{role}.bias"] = bias
     return gradients
+
+
+def _embeddings(
+    layer: Layer,
+    roles: Sequence[str],
+    tensors: Mapping[str, Tensor],
+    weights: LayerTensors,
+    widen: bool = False,
+) -> Mapping[str, Tensor]:
+    """Returns the embedding of each role, after the norm of the model if x is in front of it.
+
+    With `widen`, they are float64.
+    """
+    names = ["x"] if "x" in tensors else roles
+    entered = {}
+    for name in names:
+        x_BNM = tensors[name].double() if widen else tensors[name]
+        if layer.options.input == "residual":
+            assert layer.loaded is not None
+            assert layer.loaded.norm is not None
+            x_BNM = input_norm.normalize(
+                x_BNM, layer.loaded.norm, weights[NORM_WEIGHT], weights.get(NORM_BIAS)
+            )
+        entered[name] = x_BNM
+    return {role: entered["x" if "x" in tensors else role] for role in roles}
+
+
+def _leave_norm(layer: Layer, grad_BNM: Tensor, x_BNM: Tensor, weights: LayerTensors) -> Tensor:
+    """Returns the gradient of an embedding from that of the projection's input."""
+    if layer.options.input != "residual":
+        return grad_BNM
+    assert layer.loaded is not None
+    assert layer.loaded.norm is not None
+    return input_norm.normalize_back(grad_BNM, x_BNM, layer.loaded.norm, weights[NORM_WEIGHT])
 
 
 def _project_linear(layer: Layer, role: str, x_BNM: Tensor, weights: LayerTensors) -> Tensor:

@@ -25,7 +25,9 @@ otherwise."""
 def _check_layer(value: Any) -> Any:
     """Rejects a layer that is not an object, such as a name."""
     if value is not None and not isinstance(value, dict):
-        raise PydanticCustomError("layer_type", "expected an object of layout, heads and tensors")
+        raise PydanticCustomError(
+            "layer_type", "expected an object with a name, or with layout, heads and tensors"
+        )
     return value
 
 

@@ -12,6 +12,7 @@ from qkv.attention.signature import Input, Output
 from qkv.errors import InvalidContent, NotFound, pointer_to
 from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
+from qkv.jobs.layer_inputs import find_loaded
 from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.run_fields import parse_parameters
 from qkv.tensors import FLOATING
@@ -29,7 +30,7 @@ _GRAD_SPEC: Final = Input(GRAD_OUTPUT, GRAD_OUTPUT, (), False, FLOATING, False)
 class GradientPlan(Plan):
     """The gradients of sum(grad_output * output).
 
-    There is one for each floating input and each tensor of the layer.
+    There is one for each floating input and each tensor of the layer that the request has.
 
     Attributes:
         inputs: the inputs of the run and grad_output.
@@ -51,10 +52,12 @@ class GradientPlan(Plan):
             known = ", ".join(v.name for v in catalogue.variants().values() if v.backward)
             raise NotFound(f"{variant.name} has no gradients: expected {known}")
         fields = parse_fields(message, JobFields)
-        parameters = parse_parameters(variant, fields)
+        loaded = find_loaded(fields, message, limits.layers)
+        parameters = parse_parameters(variant, fields, loaded)
         tensors = dict(message.tensors)
         grad = tensors.pop(GRAD_OUTPUT, None)
-        inputs = Inputs.from_message(variant, parameters, fields, replace(message, tensors=tensors))
+        message = replace(message, tensors=tensors)
+        inputs = Inputs.from_message(variant, parameters, fields, message, loaded)
         names = [name for name, dtype in inputs.dtypes.items() if dtype in FLOATING]
         if inputs.layer is not None:
             names += inputs.layer.tensors

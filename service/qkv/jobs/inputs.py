@@ -33,7 +33,8 @@ class Inputs(NamedTuple):
         sent_shapes: the shape of each tensor in the request.
         shapes: the shape of each tensor with every axis: the signature's, or (B, length, M).
         axes: the sizes of the variant's letters.
-        layer: the layer that projects embeddings, without its numbers; None: there is none.
+        layer: the layer that projects embeddings, without its numbers unless it is loaded; None:
+            there is none.
         dtype: the dtype that all of them share.
         cast_dtype: the dtype of tensors that the request has without one.
     """
@@ -49,19 +50,33 @@ class Inputs(NamedTuple):
 
     @classmethod
     def from_message(
-        cls, variant: Variant, parameters: pydantic.BaseModel, fields: JobFields, message: Message
+        cls,
+        variant: Variant,
+        parameters: pydantic.BaseModel,
+        fields: JobFields,
+        message: Message,
+        loaded: Layer | None = None,
     ) -> Inputs:
         """Checks names, dtypes and shapes of a message's tensors.
+
+        Args:
+            variant, parameters: of the request.
+            fields: of the request.
+            message: the request.
+            loaded: the loaded layer that it names, or None.
 
         Raises:
             InvalidContent: a tensor, dtype or shape is wrong.
             PayloadTooLarge: the random tensors of the variant would be too large.
         """
-        options = parse_layer_options(fields)
-        layer = None if options is None else layer_of(options, fields.dtype, message)
+        options = parse_layer_options(fields) if loaded is None else None
+        layer = loaded if options is None else layer_of(options, fields.dtype, message)
+        cast_dtype: str = fields.dtype
+        if loaded is not None and "dtype" not in fields.model_fields_set:
+            cast_dtype = loaded.dtype
         specs = _select_specs(variant, message, layer)
         dtypes = {
-            name: dtype_of(message.tensors[name], name, spec.dtypes, fields.dtype, _pointer(name))
+            name: dtype_of(message.tensors[name], name, spec.dtypes, cast_dtype, _pointer(name))
             for name, spec in specs.items()
         }
         sent_shapes = {name: message.tensors[name].shape for name in specs}
@@ -71,7 +86,7 @@ class Inputs(NamedTuple):
         axes.sizes.update(variant.infer_sizes(axes.sizes, parameters, names))
         _check_output_projection(variant, layer, axes)
         hollow = None if layer is None else layer.without_numbers()
-        return cls(specs, dtypes, sent_shapes, shapes, axes, hollow, dtype, fields.dtype)
+        return cls(specs, dtypes, sent_shapes, shapes, axes, hollow, dtype, cast_dtype)
 
     def read_tensors(self, message: Message) -> dict[str, RawTensor]:
         """Returns the tensors of a message with these names, dtypes and shapes.
@@ -92,8 +107,8 @@ class Inputs(NamedTuple):
         Raises:
             InvalidContent: a number does not fit the dtype, or a matrix is all zeros.
         """
-        if self.layer is None:
-            return None
+        if self.layer is None or self.layer.loaded is not None:
+            return self.layer
         layer = self.layer.with_numbers(
             arrays_of(message.layer, self.cast_dtype, "layer", "tensors")
         )
@@ -164,17 +179,23 @@ def _select_specs(variant: Variant, message: Message, layer: Layer | None) -> di
             f"{variant.name} takes no layer: it has no query, key and value", pointer="/layer"
         )
     for name in () if layer is None else sorted(layer.variant_inputs):
+        assert layer is not None
         if name not in expected:
             field = "alibi" if name == SLOPES else name
             raise InvalidContent(
                 f"{variant.name} takes no {field}, which the layer has",
-                pointer="/layer/alibi" if name == SLOPES else "/layer/tensors",
+                pointer="/layer/alibi" if name == SLOPES else layer.tensors_pointer,
             )
         if name in message.tensors:
             raise InvalidContent(
                 f"{name} is not allowed: the layer has it", pointer=pointer_to("inputs", name)
             )
         del expected[name]
+    if layer is not None and layer.options.input == "residual" and "x" not in message.tensors:
+        raise InvalidContent(
+            "x is missing: with the input residual of a layer, the norm is that of x",
+            pointer="/inputs",
+        )
     if layer is not None and "x" in message.tensors:
         expected["x"] = replace(expected[roles[0]], name="x")
         for role in roles:
@@ -212,6 +233,8 @@ def _common_dtype(variant: Variant, inputs: Mapping[str, str], layer: Layer | No
     }
     if layer is not None:
         dtypes.update((name, array.dtype.name) for name, array in layer.tensors.items())
+    if layer is not None and layer.loaded is not None:
+        dtypes = {layer.loaded.name: layer.dtype, **dtypes}
     first, dtype = next(iter(dtypes.items()))
     for name, other in dtypes.items():
         if other != dtype:
@@ -280,7 +303,7 @@ def _check_output_projection(variant: Variant, layer: Layer | None, axes: AxisSi
         raise InvalidContent(
             f"{variant.name} does not fit the output projection: its output has the "
             f"{axes.sizes[heads]} key heads, {channels} channels, expected {expected}",
-            pointer="/layer/tensors",
+            pointer=layer.tensors_pointer,
         )
 
 

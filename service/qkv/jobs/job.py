@@ -69,8 +69,10 @@ class Job:
         plan = self.plan
         if plan.runs_alone:
             return id(self)
-        if self.layer is None and not plan.shared_names:
+        # a loaded layer is in the key of the plan, by its name
+        is_own = self.layer is not None and self.layer.loaded is None
+        if not is_own and not plan.shared_names:
             return plan.batch_key
         # the items of a request share an input without B: only the same object is equal
         shared = [id(self.tensors[name]) for name in plan.shared_names]
-        return plan.batch_key, *shared, id(self.layer)
+        return plan.batch_key, *shared, id(self.layer) if is_own else None

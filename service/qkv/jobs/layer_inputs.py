@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
 
 import pydantic
 
+from qkv.attention.layers import layer_checks
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_options import NESTED_FIELDS, LayerOptions
 from qkv.attention.layers.layer_reader import read_layer
 from qkv.attention.layers.layer_weights import Array
-from qkv.errors import pointer_to
+from qkv.errors import InvalidContent, pointer_to
 from qkv.jobs.fields import JobFields, field_error
+from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.tensors import FLOATING, RawTensor
 from qkv.wire.casting import cast_untyped
 from qkv.wire.message import Message
 
-__all__ = ["arrays_of", "layer_of", "parse_layer_options"]
+__all__ = ["arrays_of", "find_loaded", "layer_of", "parse_layer_options"]
+
+_OF_CHECKPOINT: Final = ("layout", "prefix")  # fields that a request cannot change
 
 
 def layer_of(options: LayerOptions, dtype: str, message: Message) -> Layer:
@@ -68,3 +74,62 @@ def parse_layer_options(fields: JobFields) -> LayerOptions | None:
     except pydantic.ValidationError as error:
         known = [*LayerOptions.model_fields, "tensors"]
         raise field_error(error, known, "layer", nested=NESTED_FIELDS) from None
+
+
+def find_loaded(fields: JobFields, message: Message, layers: LoadedLayers) -> Layer | None:
+    """Returns the loaded layer that a request names, with the fields that the request changes.
+
+    Returns:
+        None if the request names no layer.
+
+    Raises:
+        InvalidContent: there is no such layer, or a field does not fit it.
+    """
+    given = fields.layer
+    if given is None or "name" not in given:
+        return None
+    layer = layers.find(given["name"])
+    if message.layer:
+        raise InvalidContent(
+            "layer.tensors is not allowed: the layer of this name is loaded",
+            pointer=pointer_to("layer", "tensors"),
+        )
+    changes = {name: value for name, value in given.items() if name != "name"}
+    return _changed(layer, changes) if changes else layer
+
+
+def _changed(layer: Layer, changes: Mapping[str, object]) -> Layer:
+    """Returns a loaded layer with other fields.
+
+    Raises:
+        InvalidContent: a field does not fit the layer.
+    """
+    assert layer.loaded is not None
+    for name in _OF_CHECKPOINT:
+        if name in changes:
+            raise InvalidContent(
+                f"layer.{name} is not allowed: {layer.loaded.name} is loaded, and has its own",
+                pointer=pointer_to("layer", name),
+            )
+    try:
+        options = LayerOptions.model_validate({**layer.options.model_dump(), **changes})
+    except pydantic.ValidationError as error:
+        known = [n for n in LayerOptions.model_fields if n not in _OF_CHECKPOINT]
+        raise field_error(error, ["name", *known], "layer", nested=NESTED_FIELDS) from None
+    has_heads = (options.heads, options.kv_heads) == (layer.options.heads, layer.options.kv_heads)
+    if layer.loaded.has_fixed_heads and not has_heads:
+        raise InvalidContent(
+            f"layer.heads is invalid: got {options.heads} and kv_heads {options.kv_heads}, "
+            f"expected {layer.options.heads} and {layer.options.kv_heads}, because the layout "
+            f"{layer.layout.name} keeps the tensors of a head together",
+            pointer=pointer_to("layer", "heads"),
+        )
+    if options.input == "residual" and layer.loaded.norm is None:
+        raise InvalidContent(
+            f"layer.input is invalid: got 'residual', expected 'attention', because "
+            f"{layer.loaded.name} has no norm in front of its attention",
+            pointer=pointer_to("layer", "input"),
+        )
+    changed = replace(layer, options=options)
+    layer_checks.check(changed)
+    return changed

@@ -18,7 +18,9 @@ from qkv.jobs import plan_codec, weight_forms
 from qkv.jobs.buffer_layout import BufferLayout
 from qkv.jobs.fields import parse_fields
 from qkv.jobs.inputs import Inputs
-from qkv.jobs.run_fields import RunFields, parse_parameters, select_outputs
+from qkv.jobs.layer_inputs import find_loaded
+from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
+from qkv.jobs.run_fields import RunFields, parse_parameters, select_outputs, unused_parameters
 from qkv.jobs.weight_forms import FULL, WeightForm
 from qkv.tensors import nbytes
 from qkv.wire.message import Message
@@ -32,17 +34,19 @@ _SMALL_SCORES: Final = 1 << 20
 
 
 class Limits(NamedTuple):
-    """The limits of a job.
+    """The limits of a job, and the loaded layers that it may name.
 
     Attributes:
         response_bytes: bytes of the tensors in the response.
         job_bytes: bytes of the tensors in request and response together.
         score_count: scores that a variant may compute, one per pair of a query and a key.
+        layers: those that the operator loaded.
     """
 
     response_bytes: int
     job_bytes: int
     score_count: int = 1 << 34
+    layers: LoadedLayers = NO_LAYERS
 
 
 class BatchKey:
@@ -101,9 +105,11 @@ class Plan:
         """
         variant = catalogue.find(variant_name)
         fields = parse_fields(message, RunFields)
-        parameters, form = parse_parameters(variant, fields), weight_forms.parse(fields.weights)
+        loaded = find_loaded(fields, message, limits.layers)
+        parameters = parse_parameters(variant, fields, loaded)
+        form = weight_forms.parse(fields.weights)
         outputs = select_outputs(variant, fields, form)
-        inputs = Inputs.from_message(variant, parameters, fields, message)
+        inputs = Inputs.from_message(variant, parameters, fields, message, loaded)
         if form.is_summary:
             weight_forms.check(form, variant.name, variant.outputs["weights"], inputs.axes.sizes)
         plan = cls(variant, parameters, inputs, outputs, form if "weights" in outputs else FULL)
@@ -150,7 +156,7 @@ class Plan:
     @cached_property
     def batch_key(self) -> BatchKey:
         """Kind, variant, parameters and outputs; names, dtypes and shapes of the tensors, without
-        B."""
+        B; the name of a loaded layer."""
         shapes, dtypes = self.inputs.shapes, self.inputs.dtypes
         axes = tuple(
             (name, dtypes[name], shapes[name][1 if self.has_batch(name) else 0 :])
@@ -161,9 +167,8 @@ class Plan:
         options = None if layer is None else layer.options.model_dump_json()
         returned = self.outputs, self.form
         parameters: Any = self.parameters  # they are frozen, and have a hash
-        return BatchKey(
-            (type(self), self.variant.name, parameters, axes, *returned, weights, options)
-        )
+        of_layer = weights, options, self.layer_name
+        return BatchKey((type(self), self.variant.name, parameters, axes, *returned, *of_layer))
 
     @property
     def batch_size(self) -> int:
@@ -200,6 +205,18 @@ class Plan:
         if self.form.kind == "pool":  # pooling runs the variant on values as wide as the bins
             return total + self.variant.flops(sizes | {"E": min(self.form.size, sizes.get("S", 1))})
         return total + 2 * self._form_score_count * sizes.get("D", 1)
+
+    @property
+    def layer_name(self) -> str | None:
+        """The name of the loaded layer; None: the plan has none."""
+        layer = self.inputs.layer
+        return None if layer is None or layer.loaded is None else layer.loaded.name
+
+    @cached_property
+    def model_names(self) -> Sequence[str]:
+        """The names under which statistics count a run: of the variant, and of a loaded layer."""
+        name = self.layer_name
+        return [self.variant.name, *([] if name is None else [name])]
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -281,7 +298,7 @@ class Plan:
 
     @cached_property
     def annotations(self) -> dict[str, Any]:
-        """Fields of the response: `weights_are` with weights, and `layer` with a layer."""
+        """Fields of the response: `weights_are` with weights, `layer` with a layer, `notes`."""
         if "weights" not in self.outputs:
             return self._layer_annotation
         return {"weights_are": self.weights_are, **self._layer_annotation}
@@ -289,7 +306,16 @@ class Plan:
     @property
     def _layer_annotation(self) -> dict[str, Any]:
         layer = self.inputs.layer
-        return {} if layer is None else {"layer": layer.description}
+        if layer is None:
+            return {}
+        notes = {"notes": self.notes} if self.notes else {}
+        return {"layer": layer.description, **notes}
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """The parameters of a loaded layer that the variant lacks, which are not applied."""
+        layer = self.inputs.layer
+        return [] if layer is None else unused_parameters(self.variant, layer)
 
     @property
     def weights_are(self) -> str:

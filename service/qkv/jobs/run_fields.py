@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 import pydantic
 
+from qkv.attention.layers.layer import Layer
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.jobs.fields import JobFields
 from qkv.jobs.layer_inputs import parse_layer_options
 from qkv.jobs.weight_forms import NONE, WeightForm
 
-__all__ = ["RunFields", "parse_parameters", "select_outputs"]
+__all__ = ["RunFields", "parse_parameters", "select_outputs", "unused_parameters"]
 
 
 class RunFields(JobFields):
@@ -30,13 +31,17 @@ class RunFields(JobFields):
     ] = "full"
 
 
-def parse_parameters(variant: Variant, fields: JobFields) -> pydantic.BaseModel:
+def parse_parameters(
+    variant: Variant, fields: JobFields, loaded: Layer | None = None
+) -> pydantic.BaseModel:
     """Returns the parameters of a request, those of its layer included.
+
+    A loaded layer has parameters of its checkpoint, which those of the request replace.
 
     Raises:
         InvalidContent: a parameter is wrong, or both the request and its layer have it.
     """
-    options = parse_layer_options(fields)
+    options = parse_layer_options(fields) if loaded is None else loaded.options
     of_layer = {} if options is None else options.parameters
     for name in of_layer:
         if name in fields.parameters:
@@ -44,14 +49,32 @@ def parse_parameters(variant: Variant, fields: JobFields) -> pydantic.BaseModel:
                 f"{name} is given twice: in parameters and in layer",
                 pointer=pointer_to("layer", name),
             )
+    of_checkpoint = {} if loaded is None else _checkpoint_parameters(variant, loaded)
     try:
-        return variant.parse({**fields.parameters, **of_layer})
+        return variant.parse({**of_checkpoint, **fields.parameters, **of_layer})
     except InvalidContent as error:
         for name in of_layer:
             place = pointer_to("parameters", name)
             if error.pointer is not None and error.pointer.startswith(place):
                 error.pointer = pointer_to("layer", name) + error.pointer.removeprefix(place)
         raise
+
+
+def unused_parameters(variant: Variant, layer: Layer) -> list[str]:
+    """Returns a sentence for each parameter of a loaded layer that the variant lacks."""
+    if layer.loaded is None:
+        return []
+    return [
+        f"{name} of {layer.loaded.name} is not applied: {variant.name} has no parameter {name!r}"
+        for name in layer.loaded.parameters
+        if name not in variant.parameters.model_fields
+    ]
+
+
+def _checkpoint_parameters(variant: Variant, layer: Layer) -> dict[str, Any]:
+    assert layer.loaded is not None
+    known = variant.parameters.model_fields
+    return {name: value for name, value in layer.loaded.parameters.items() if name in known}
 
 
 def select_outputs(variant: Variant, fields: RunFields, form: WeightForm) -> frozenset[str]:

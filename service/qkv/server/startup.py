@@ -10,10 +10,12 @@ from pathlib import Path
 
 import click
 
-from qkv.api.app import new_shared_state
+from qkv.api.app import load_layers, new_shared_state
 from qkv.engine import own_variants
 from qkv.engine.device.selection import find_device
 from qkv.engine.remote.shared_memory import SharedMemory
+from qkv.errors import QkvError
+from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.server import listener
 from qkv.server.forked_lines import forked_lines
 from qkv.server.process import limit_malloc_arenas, usable_cpus
@@ -44,11 +46,13 @@ def serve(settings: Settings) -> int:
         settings.device_process == "one"
         or (settings.device_process == "auto" and not is_cpu and workers > 1)
     )
-    state = new_shared_state(settings, workers, devices if has_device_processes else ())
+    layers = _load_layers(settings)
+    device_names = devices if has_device_processes else ()
+    state = new_shared_state(settings, workers, device_names, layers.names)
     shared_memory = (
         _new_shared_memory(workers, settings.max_queue_bytes) if has_device_processes else None
     )
-    return Supervisor(settings, sockets, state, devices, shared_memory).run()
+    return Supervisor(settings, sockets, state, devices, layers, shared_memory).run()
 
 
 def _load_tracing(settings: Settings) -> None:
@@ -78,6 +82,18 @@ def _add_variants(folder: Path) -> None:
         lines.append(f"{variants[len(lines)].module.__file__} ends the process that checks it")
     if failures := list(filter(None, lines)):
         raise click.ClickException("; ".join([*failures, "the service does not start"]))
+
+
+def _load_layers(settings: Settings) -> LoadedLayers:
+    """Returns the layers of the checkpoints, in memory that the forked processes share.
+
+    Raises:
+        click.ClickException: a checkpoint stops the start.
+    """
+    try:
+        return load_layers(settings)
+    except (ValueError, QkvError) as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _new_shared_memory(regions: int, size: int) -> SharedMemory:

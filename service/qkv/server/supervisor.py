@@ -28,6 +28,7 @@ from qkv.engine.remote.channel import SocketBroker
 from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.errors import ServiceUnavailable, stopping
+from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.server import listener
 from qkv.server.worker import DRAIN_ACCEPT_S, DRAIN_IDLE_S, run_worker
 from qkv.settings import Settings
@@ -63,6 +64,7 @@ class Supervisor:
             one.
         state: state shared by all processes.
         devices: names of the devices, as torch has them.
+        layers: that requests may name.
         shared_memory: memory of workers and device processes; None: each worker has an engine.
     """
 
@@ -72,12 +74,13 @@ class Supervisor:
         sockets: Sequence[socket.socket],
         state: SharedState,
         devices: Sequence[str],
+        layers: LoadedLayers,
         shared_memory: SharedMemory | None,
     ) -> None:
         self._settings, self._sockets = settings, sockets
         self._listening = sockets[0]
         self._state = state
-        self._devices = devices
+        self._devices, self._layers = devices, layers
         self._shared_memory = shared_memory
         self._broker = None if shared_memory is None else SocketBroker(len(state))
         self._indices: dict[int, int] = {}  # index in the shared state, by process id
@@ -171,21 +174,27 @@ class Supervisor:
         """Runs a forked process to its end; returns its exit status."""
         settings, parent_alive_fd = self._settings, self._parent_alive_pipe[0]
         if self._shared_memory is None or self._broker is None or control_socket is None:
-            return run_worker(settings, self._sockets, worker, None, parent_alive_fd)
+            return run_worker(settings, self._sockets, worker, None, parent_alive_fd, self._layers)
         self._broker.close()
         if index >= len(self._state):
             for each in self._sockets:
                 each.close()
             device = self._devices[index - len(self._state)]
             device_process = new_device_process(
-                settings, device, worker, self._shared_memory, control_socket, parent_alive_fd
+                settings,
+                device,
+                worker,
+                self._shared_memory,
+                control_socket,
+                parent_alive_fd,
+                self._layers,
             )
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 is_clean = runner.run(device_process.run())
             return 0 if is_clean else 1
         region = self._shared_memory.region(index)
         remote = RemoteEngine(index, region, control_socket, self._state, queue_limits(settings))
-        return run_worker(settings, self._sockets, worker, remote, parent_alive_fd)
+        return run_worker(settings, self._sockets, worker, remote, parent_alive_fd, self._layers)
 
     def _plan_restart(self, index: int, status: int) -> None:
         """Plans to restart a process, at most once a second."""

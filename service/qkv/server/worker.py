@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from qkv.api.app import Runtime, create_app, new_metrics_asgi, running
 from qkv.api.error_responses import error_response
 from qkv.engine.job_executor import JobExecutor
+from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.server.acceptor import Acceptor
 from qkv.server.http_connection import HttpConnection
 from qkv.server.http_server import HttpServer
@@ -43,6 +44,7 @@ def run_worker(
     worker: WorkerState,
     remote: JobExecutor | None,
     parent_alive_fd: int,
+    layers: LoadedLayers,
 ) -> int:
     """Runs a worker process from fork to exit.
 
@@ -53,11 +55,12 @@ def run_worker(
         worker: this process's part of the shared state.
         remote: engine that uses the device process; None: the worker creates an engine.
         parent_alive_fd: reads end of file once the supervisor has exited.
+        layers: that requests may name.
 
     Returns:
         The exit status: 0 after a clean stop.
     """
-    app = create_app(settings, worker, remote, sockets[0].getsockname()[:2])
+    app = create_app(settings, worker, remote, sockets[0].getsockname()[:2], layers)
     with (
         torch.inference_mode(),  # once, instead of for each small job on the event loop
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

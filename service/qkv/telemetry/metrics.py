@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -72,18 +72,20 @@ class SharedMetrics:
     Args:
         variants: names of the variants.
         processes: number of processes that count.
+        layers: names of the loaded layers.
 
     Attributes:
         variants: as the argument.
         key_usage: the counts of each API key.
     """
 
-    def __init__(self, variants: Sequence[str], processes: int) -> None:
-        self.variants = tuple(variants)
+    def __init__(self, variants: Sequence[str], processes: int, layers: Sequence[str] = ()) -> None:
+        self.variants, self._layers = tuple(variants), tuple(layers)
         shapes = (
             (processes, len(variants) + 2, len(OUTCOMES)),
             (processes, len(variants), len(HISTOGRAMS), len(BUCKETS) + 2),
             (processes, len(_TOTALS)),
+            (processes, len(layers), 2),  # runs, and their seconds of compute
         )
         self.key_usage = KeyUsage(processes)
         block = mmap.mmap(-1, 8 * sum(int(np.prod(shape)) for shape in shapes))
@@ -91,7 +93,7 @@ class SharedMetrics:
         for shape in shapes:
             arrays.append(np.frombuffer(block, "f8", int(np.prod(shape)), start).reshape(shape))
             start += arrays[-1].nbytes
-        self._requests, self._histograms, self._totals = arrays
+        self._requests, self._histograms, self._totals, self._of_layers = arrays
 
     def recorder(self, process: int) -> MetricsRecorder:
         """Returns the recorder of a process."""
@@ -104,6 +106,7 @@ class SharedMetrics:
             },
             float64_view(self._totals[process]),
             self.key_usage.recorder(process),
+            {n: float64_view(self._of_layers[process, i]) for i, n in enumerate(self._layers)},
         )
 
     @property
@@ -120,6 +123,12 @@ class SharedMetrics:
         rows = self._histograms[:, self.variants.index(variant), HISTOGRAMS.index(name)]
         *counts, total = rows.sum(0).tolist()
         return counts, total
+
+    @property
+    def layers(self) -> dict[str, tuple[float, float]]:
+        """The number of runs of each loaded layer, and their seconds of compute."""
+        rows = self._of_layers.sum(0).tolist()
+        return {name: (runs, s) for name, (runs, s) in zip(self._layers, rows, strict=True)}
 
     @property
     def totals(self) -> dict[str, float]:
@@ -141,7 +150,9 @@ class MetricsRecorder:
         times: dict[str, list[memoryview[float]]],
         totals: memoryview[float],
         key_usage: KeyUsageRecorder,
+        layers: Mapping[str, memoryview[float]],
     ) -> None:
+        self._layers = layers
         self._requests, self._histograms, self._totals = requests, times, totals
         self.key_usage = key_usage
         self._outcomes = {name: place for place, name in enumerate(OUTCOMES)}
@@ -171,6 +182,16 @@ class MetricsRecorder:
             queue_wait[-1] += times.queue_s
             compute[bisect_left(BUCKETS, times.compute_s)] += 1
             compute[-1] += times.compute_s
+
+    def record_layer(self, layer: str, times: Times) -> None:
+        """Counts a run of a loaded layer."""
+        self._layers[layer][0] += 1
+        self._layers[layer][1] += times.compute_s
+
+    @property
+    def layers(self) -> Iterable[str]:
+        """The names of all loaded layers."""
+        return self._layers
 
     def add_request_bytes(self, count: int) -> None:
         """Counts received bytes of request bodies."""

@@ -1,7 +1,7 @@
 """The loaded flag and the statistics of each model, in shared memory.
 
-The Open Inference Protocol calls a variant a model. Each worker writes its own counts, which
-outlive it, and reads the sum of all.
+The Open Inference Protocol calls a variant a model, and a loaded layer another one. Each worker
+writes its own counts, which outlive it, and reads the sum of all.
 """
 
 from __future__ import annotations
@@ -32,12 +32,20 @@ class ModelStats:
     """Loaded flags and statistics of all models; create it before the fork.
 
     Args:
-        names: names of the models.
+        variants: their names.
         workers: number of processes that count.
         max_batch_size: limit of requests in a batch.
+        layers: names of the loaded layers. A run of one counts for its variant too.
     """
 
-    def __init__(self, names: Sequence[str], workers: int, max_batch_size: int) -> None:
+    def __init__(
+        self,
+        variants: Sequence[str],
+        workers: int,
+        max_batch_size: int,
+        layers: Sequence[str] = (),
+    ) -> None:
+        names, self._variant_count = (*variants, *layers), len(variants)
         self._indices = {name: index for index, name in enumerate(names)}
         shape = (workers, len(names), _HEAD + _PER_SIZE * max_batch_size)
         block = mmap.mmap(-1, 8 * int(np.prod(shape)) + len(names) + 1)
@@ -96,7 +104,8 @@ class ModelStats:
     def process_totals(self, process: int) -> tuple[int, float]:
         """Returns the number of inferences of a process, and their seconds of computation, each
         batch counted once."""
-        sizes = self._counts[process, :, _HEAD:].reshape(len(self._indices), -1, _PER_SIZE).sum(0)
+        variants = self._counts[process, : self._variant_count, _HEAD:]
+        sizes = variants.reshape(self._variant_count, -1, _PER_SIZE).sum(0)
         counts, seconds = sizes[:, 0], sizes[:, 3 + _STAGES.index("compute_infer")]
         return int(counts @ np.arange(1, len(counts) + 1)), float(seconds.sum())
 

@@ -51,10 +51,11 @@ class SharedState:
         max_batch_size: limit of requests in a batch.
         devices: name of the device of each device process; they have the last rows. Empty: each
             worker runs its jobs itself.
+        layers: names of the loaded layers.
 
     Attributes:
         devices: as the argument.
-        models: loaded flags and statistics of the variants.
+        models: loaded flags and statistics of the variants and the layers.
         metrics: request counts of all processes.
         queued_work: work on each device.
     """
@@ -67,13 +68,14 @@ class SharedState:
         models: Sequence[str] = (),
         max_batch_size: int = 1,
         devices: Sequence[str] = (),
+        layers: Sequence[str] = (),
     ) -> None:
         self._creator_pid = os.getpid()  # of the supervisor, or of the only process
         self._stuck_s, self._stuck_device_s = stuck_s, stuck_device_s
         self.devices = tuple(devices)
         self._workers, rows = workers, workers + len(devices)
-        self.models = ModelStats(models, rows, max_batch_size)
-        self.metrics = SharedMetrics(models, rows)
+        self.models = ModelStats(models, rows, max_batch_size, layers)
+        self.metrics = SharedMetrics(models, rows, layers)
         self.queued_work = QueuedWork(workers, len(devices))
         block = mmap.mmap(-1, (_ROW.itemsize + 8) * rows + 1)  # anonymous, shared with forks
         self._rows = np.frombuffer(block, _ROW, rows)

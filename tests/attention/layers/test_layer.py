@@ -202,4 +202,7 @@ def test_layer_that_is_no_object_is_rejected(server: Server, path: str, layer: A
     problem = assert_problem(server.http.post(f"/v1/{path}", json=document), 422, document)
     assert problem["pointer"] == "/layer"
     got = f"layer is invalid: got {json.dumps(layer)}, "
-    assert problem["detail"] == got + "expected an object of layout, heads and tensors"
+    assert (
+        problem["detail"]
+        == got + "expected an object with a name, or with layout, heads and tensors"
+    )

@@ -58,6 +58,7 @@ def exposition(shared_state: SharedState, device: str) -> str:
     _add_requests(page, shared_state)
     _add_keys(page, shared_state)
     _add_runs(page, shared_state)
+    _add_layers(page, shared_state)
     _add_gauges(page, shared_state)
     _add_device_processes(page, shared_state)
     _add_process_usage(page, shared_state)
@@ -178,6 +179,18 @@ def _add_runs(page: _Page, shared_state: SharedState) -> None:
     for variant, batch_stats in batches.items():
         seconds = sum(batch["compute_infer"]["ns"] for batch in batch_stats) / 1e9
         page.sample("device_seconds_total", seconds, variant=variant)
+
+
+def _add_layers(page: _Page, shared_state: SharedState) -> None:
+    """Adds what differs between loaded layers; without any, the families are empty."""
+    layers = shared_state.metrics.layers
+    page.add("layer_runs_total", "counter", "Runs of a loaded layer.")
+    for name, (runs, _) in layers.items():
+        page.sample("layer_runs_total", runs, layer=name)
+    help_text = "The calls that ran a loaded layer; jobs of one batch share them."
+    page.add("layer_compute_seconds_total", "counter", help_text)
+    for name, (_, seconds) in layers.items():
+        page.sample("layer_compute_seconds_total", seconds, layer=name)
 
 
 def _add_gauges(page: _Page, shared_state: SharedState) -> None:

@@ -10,8 +10,14 @@ from typing import Annotated, Any, Final, NamedTuple
 import pydantic
 from fastapi import APIRouter, Request, Response
 
+from qkv.api.endpoints.open_inference_catalogue import (
+    VERSION,
+    Model,
+    ModelCatalogue,
+    default_output,
+)
 from qkv.api.endpoints.open_inference_infer_schemas import BINARY_TYPE, describe_infer
-from qkv.api.endpoints.open_inference_models import VERSION, default_output, find_loaded, new_router
+from qkv.api.endpoints.open_inference_models import new_router
 from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
 from qkv.api.run_timing import server_timing, timing_fields
@@ -26,7 +32,6 @@ from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.jobs.plan_cache import BoundedCache, plan_bytes
 from qkv.settings import Settings
-from qkv.telemetry.model_stats import ModelStats
 from qkv.wire import json, open_inference
 from qkv.wire.message import Message
 from qkv.wire.open_inference_responses import InferResponse
@@ -77,6 +82,7 @@ class _InferFields(NamedTuple):
     """The fields of a request but its id, validated.
 
     Attributes:
+        variant: the name of the variant.
         run_fields: the fields of the same run as a request of the native API.
         outputs: the names of the outputs to return, in order.
         binary: the names of the outputs that are sent as bytes.
@@ -84,6 +90,7 @@ class _InferFields(NamedTuple):
         timeout_s: seconds that it may be queued; None: no limit.
     """
 
+    variant: str
     run_fields: dict[str, Any]
     outputs: list[str]
     binary: set[str]
@@ -110,11 +117,11 @@ class InferHandler:
 
     Args:
         job_runner: runs the jobs.
-        models: has the loaded flags.
+        models: the models.
         settings: limits of a body.
     """
 
-    def __init__(self, job_runner: JobRunner, models: ModelStats, settings: Settings) -> None:
+    def __init__(self, job_runner: JobRunner, models: ModelCatalogue, settings: Settings) -> None:
         self._job_runner, self._models = job_runner, models
         self._max_body_bytes = settings.max_body_bytes
         self._heads: BoundedCache[_KnownHead] = BoundedCache(_MAX_HEADS, _MAX_HEADS_BYTES)
@@ -126,7 +133,7 @@ class InferHandler:
             QkvError: the request is invalid, or could not be run.
         """
         if version != VERSION or not self._models.is_loaded(model):
-            find_loaded(self._models, model, version)
+            self._models.find_loaded(model, version)
         headers = headers_of(request.scope)
         length = open_inference.json_length(_text(headers.get(_LENGTH_NAME)))
         with self._job_runner.admit(request) as admission:
@@ -136,7 +143,8 @@ class InferHandler:
             known = None if head is None else self._heads.get((model, version, head.key))
             if head is not None and known is not None and known.layout.size == len(head.data):
                 id, fields = head.id, known.fields
-                job = Job.checked(known.plan, known.layout.read(head.data))
+                plan = known.plan  # it has the layer of a loaded model
+                job = Job.checked(plan, known.layout.read(head.data), plan.inputs.layer)
             else:
                 id, fields, job = await self._validate(body, length, model, version, head)
         result = await self._job_runner.run(
@@ -166,8 +174,9 @@ class InferHandler:
         message = await in_thread_if_large(
             len(body), lambda: open_inference.decode(body, "inputs", length)
         )
-        id, fields = _parse_fields(message.fields, catalogue.find(model), version)
-        job = await self._job_runner.new_job(model, Message(fields.run_fields, message.tensors))
+        id, fields = _parse_fields(message.fields, self._models.find(model), version)
+        run_message = Message(fields.run_fields, message.tensors)
+        job = await self._job_runner.new_job(fields.variant, run_message)
         is_as_sent = (
             job.tensors == message.tensors and "bool" not in job.plan.inputs.dtypes.values()
         )
@@ -204,7 +213,7 @@ def router(infer: InferHandler) -> APIRouter:
 
 
 def _parse_fields(
-    given: dict[str, Any], variant: Variant, version: str
+    given: dict[str, Any], model: Model, version: str
 ) -> tuple[str | None, _InferFields]:
     """Returns the id of a request, and its other fields translated into those of the native API.
 
@@ -215,13 +224,16 @@ def _parse_fields(
         fields = _RequestFields.model_validate(given)
     except pydantic.ValidationError as error:
         raise field_error(error, ["inputs", *_RequestFields.model_fields]) from None
-    expected_values = {"model_name": variant.name, "model_version": version}
+    expected_values = {"model_name": model.name, "model_version": version}
     for field, expected in expected_values.items():
         if (value := getattr(fields, field)) not in (None, "", expected):
             raise InvalidContent(
                 f"{field} is wrong: got {value!r:.60}, expected {expected!r} as in the path"
             )
-    parameters = fields.parameters or {}
+    parameters = dict(fields.parameters or {})
+    variant = model.variant
+    if model.layer is not None:
+        variant = _find_variant(parameters.pop("variant", variant.name))
     protocol_parameters = _parse_protocol_parameters(
         {n: v for n, v in parameters.items() if n in _ProtocolParameters.model_fields}
     )
@@ -233,11 +245,28 @@ def _parse_fields(
     requested = fields.outputs or [_RequestedOutput(name=default_output(variant))]
     outputs = [output.name for output in requested]
     binary = {o.name for o in requested if _is_binary(o, protocol_parameters.binary_data_output)}
-    run_fields = {"parameters": variant_parameters, "outputs": outputs}
+    run_fields: dict[str, Any] = {"parameters": variant_parameters, "outputs": outputs}
+    if model.layer is not None:
+        run_fields["layer"] = {"name": model.name}
     timeout_s = protocol_parameters.timeout / 1e6 or None
     return fields.id, _InferFields(
-        run_fields, outputs, binary, protocol_parameters.priority, timeout_s
+        variant.name, run_fields, outputs, binary, protocol_parameters.priority, timeout_s
     )
+
+
+def _find_variant(name: object) -> Variant:
+    """Returns the variant that a request to a layer names.
+
+    Raises:
+        InvalidContent: there is no such variant.
+    """
+    known = catalogue.variants()
+    if not isinstance(name, str) or name not in known:
+        raise InvalidContent(
+            f"variant is unknown: got {format_value(name)}, expected {', '.join(known)}",
+            pointer=pointer_to("parameters", "variant"),
+        )
+    return known[name]
 
 
 def _parse_protocol_parameters(given: dict[str, Any]) -> _ProtocolParameters:
@@ -296,12 +325,13 @@ def _new_response(
 ) -> Response:
     outputs = {name: result.outputs[name] for name in fields.outputs}
     entries, data = open_inference.encode_tensors(outputs, fields.binary)
+    notes = {"notes": "; ".join(plan.notes)} if plan.notes else {}
     text = json.dump(
         InferResponse(
             model_name=model,
             model_version=VERSION,
             id=id,
-            parameters=timing_fields(result, plan),
+            parameters={**timing_fields(result, plan), **notes},
             outputs=entries,
         )
     )

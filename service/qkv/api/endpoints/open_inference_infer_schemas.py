@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from qkv.api.endpoints.open_inference_models import VERSION
+from qkv.api.endpoints.open_inference_catalogue import VERSION
 from qkv.api.openapi.open_inference_operation import describe_model
 from qkv.api.openapi.operation import BINARY, SERVER_TIMING, TIMEOUT, in_json
 from qkv.api.openapi.response_schemas import response_schema
 from qkv.api.openapi.schemas import (
+    COMPONENT,
     COUNT,
     FLAG,
     FLAT_OR_NESTED,
@@ -39,7 +40,7 @@ def describe_infer() -> dict[str, Any]:
             "model_name": TEXT,
             "model_version": {"const": VERSION},
             "id": TEXT | {"description": "The id of the request, if it has one."},
-            "parameters": TIMING,
+            "parameters": _response_parameters(),
             "outputs": list_of(_tensor_schema()),
         },
         ["model_name", "model_version", "parameters", "outputs"],
@@ -61,12 +62,23 @@ def describe_infer() -> dict[str, Any]:
     return described
 
 
+def _response_parameters() -> Schema:
+    """Returns the component of the timing, with notes on a layer."""
+    _, timing = TIMING[COMPONENT]
+    notes = TEXT | {"description": "Parameters of a layer that the variant lacks."}
+    return named(
+        "InferParameters",
+        timing | {"properties": timing["properties"] | {"notes": notes}},
+    )
+
+
 def _request_schema() -> Schema:
     binary = named("BinaryOutput", closed({"binary_data": FLAG}, ()))
     output = closed({"name": TEXT, "parameters": nullable(binary)}, ["name"])
     echoed = {"description": "If present, the same as in the path."}
     parameters = {
-        "description": "Parameters of the variant; lists and objects may be JSON in a string. Also "
+        "description": "Parameters of the variant; lists and objects may be JSON in a string. "
+        "`variant` of a model that is a layer (default `softmax`). Also "
         "`binary_data_output` (default of `binary_data` of each output), `priority` (1 first, 3 "
         "last, default 2) and `timeout` (microseconds in the queue)."
     }

@@ -13,6 +13,13 @@ import msgspec
 from fastapi import APIRouter, Response
 from pydantic_core import to_json
 
+from qkv.api.endpoints.open_inference_catalogue import (
+    LAYER_VARIANT,
+    VERSION,
+    Model,
+    ModelCatalogue,
+    default_output,
+)
 from qkv.api.openapi.open_inference_operation import (
     describe_health,
     describe_model,
@@ -23,9 +30,8 @@ from qkv.api.openapi.response_schemas import response_schema
 from qkv.api.openapi.schemas import either
 from qkv.attention import catalogue
 from qkv.attention.signature import Input, Output, fixed_size
-from qkv.attention.variant import Variant
 from qkv.engine.job_executor import JobExecutor
-from qkv.errors import NotFound, QkvError, ServiceUnavailable
+from qkv.errors import QkvError, ServiceUnavailable
 from qkv.telemetry.model_stats import ModelStats
 from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
@@ -57,18 +63,11 @@ from qkv.wire.open_inference_responses import (
 
 __all__ = [
     "HEALTH_PATHS",
-    "VERSION",
-    "default_output",
-    "find_loaded",
-    "find_model",
     "new_router",
     "open_inference_error_response",
     "respond",
     "router",
 ]
-
-VERSION: Final = "1"
-"""The only version of every model."""
 
 HEALTH_PATHS: Final = ("/v2/health/live", "/v2/health/ready")
 """The paths of the probes of the server."""
@@ -83,34 +82,6 @@ _EXTENSIONS: Final = (
     "statistics",
 )
 _PREFERRED_DTYPES: Final = ("bool", "float32", "int64")  # of the dtypes that a tensor may have
-
-
-def find_model(models: ModelStats, name: str, version: str) -> Variant:
-    """Returns the variant of a model, loaded or not.
-
-    Raises:
-        NotFound: the model or the version does not exist.
-    """
-    if name not in models:
-        raise NotFound(f"Request for unknown model: {name!r:.60} is not found")
-    if version != VERSION:
-        raise NotFound(
-            f"Request for unknown model: {name!r} version {version!r:.20} is not found; "
-            f"there is version {VERSION}"
-        )
-    return catalogue.find(name)
-
-
-def find_loaded(models: ModelStats, name: str, version: str = VERSION) -> Variant:
-    """Returns the variant of a loaded model.
-
-    Raises:
-        NotFound: the model or the version does not exist, or the model is unloaded.
-    """
-    variant = find_model(models, name, version)
-    if not models.is_loaded(name):
-        raise NotFound(f"Request for unknown model: {name!r} has no available versions")
-    return variant
 
 
 def open_inference_error_response(error: QkvError) -> Response:
@@ -130,11 +101,11 @@ def new_router() -> APIRouter:
     )
 
 
-def router(engine: JobExecutor, shared_state: SharedState) -> APIRouter:
+def router(engine: JobExecutor, shared_state: SharedState, models: ModelCatalogue) -> APIRouter:
     """Returns the routes of the server and of the models, other than inference."""
     routes = new_router()
     _add_server(routes, engine, shared_state)
-    _add_models(routes, engine, shared_state)
+    _add_models(routes, engine, shared_state, models)
     return routes
 
 
@@ -173,8 +144,10 @@ def _add_server(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
         return respond(ServerReady(engine.is_alive, is_good), 200 if is_good else 503)
 
 
-def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedState) -> None:
-    models = shared_state.models
+def _add_models(
+    routes: APIRouter, engine: JobExecutor, shared_state: SharedState, models: ModelCatalogue
+) -> None:
+    stats = shared_state.models
 
     @routes.get(
         "/v2/models",
@@ -193,7 +166,7 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
     )
     async def statistics() -> Response:
         names = [name for name in models.names if models.is_loaded(name)]
-        return respond(_statistics(models, *names))
+        return respond(_statistics(stats, *names))
 
     @routes.get(
         "/v2/models/{model}",
@@ -202,7 +175,7 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
     )
     @routes.get("/v2/models/{model}/versions/{version}", include_in_schema=False)
     async def model_metadata(model: str, version: str = VERSION) -> Response:
-        return respond(_metadata(find_loaded(models, model, version)))
+        return respond(_metadata(models.find_loaded(model, version)))
 
     @routes.get(
         "/v2/models/{model}/ready",
@@ -212,7 +185,7 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
     )
     @routes.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
     async def model_ready(model: str, version: str = VERSION) -> Response:
-        find_model(models, model, version)
+        models.find(model, version)
         if not (engine.is_ready and shared_state.is_ready):
             raise ServiceUnavailable("the service is not ready")
         if models.is_loaded(model):
@@ -229,7 +202,7 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
     @routes.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
     async def model_config(model: str, version: str = VERSION) -> Response:
         instances = shared_state.engine_count
-        return respond(_config(find_loaded(models, model, version), engine, instances))
+        return respond(_config(models.find_loaded(model, version), engine, instances))
 
     @routes.get(
         "/v2/models/{model}/stats",
@@ -239,8 +212,8 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
     )
     @routes.get("/v2/models/{model}/versions/{version}/stats", include_in_schema=False)
     async def model_statistics(model: str, version: str = VERSION) -> Response:
-        find_loaded(models, model, version)
-        return respond(_statistics(models, model))
+        models.find_loaded(model, version)
+        return respond(_statistics(stats, model))
 
 
 def _describe_model_ready() -> dict[str, Any]:
@@ -253,9 +226,9 @@ def _describe_model_ready() -> dict[str, Any]:
     return described
 
 
-def _metadata(variant: Variant) -> ModelMetadata:
+def _metadata(model: Model) -> ModelMetadata:
     return ModelMetadata(
-        name=variant.name,
+        name=model.name,
         versions=[VERSION],
         platform="qkv",
         inputs=tuple(
@@ -267,43 +240,38 @@ def _metadata(variant: Variant) -> ModelMetadata:
                     [DATATYPES[d] for d in spec.dtypes], list(spec.letters), spec.is_optional
                 ),
             )
-            for spec in variant.inputs.values()
+            for spec in model.inputs
         ),
         outputs=tuple(
             OutputMetadata(
                 spec.name,
                 "FP32",
                 _sizes(spec),
-                OutputParameters(list(spec.letters), spec.name != default_output(variant)),
+                OutputParameters(list(spec.letters), spec.name != default_output(model.variant)),
             )
-            for spec in variant.outputs.values()
+            for spec in model.outputs
         ),
     )
 
 
-def default_output(variant: Variant) -> str:
-    """Returns the output of a request that names none."""
-    return "output" if "output" in variant.outputs else next(iter(variant.outputs))
-
-
-def _config(variant: Variant, engine: JobExecutor, instances: int) -> ModelConfig:
-    schema = variant.parameters.model_json_schema()["properties"]
+def _config(model: Model, engine: JobExecutor, instances: int) -> ModelConfig:
+    schema = dict(model.variant.parameters.model_json_schema()["properties"])
+    if model.layer is not None:
+        schema["variant"] = {"default": LAYER_VARIANT, "enum": list(catalogue.variants())}
     return ModelConfig(
-        name=variant.name,
+        name=model.name,
         platform="",
         backend="qkv",
         version_policy=VersionPolicy({"num_versions": 1}),
         max_batch_size=0,
         input=tuple(
             InputConfig(i.name, f"TYPE_{_datatype(i.dtypes)}", _sizes(i), i.is_optional)
-            for i in variant.inputs.values()
+            for i in model.inputs
         ),
-        output=tuple(
-            OutputConfig(o.name, "TYPE_FP32", _sizes(o)) for o in variant.outputs.values()
-        ),
+        output=tuple(OutputConfig(o.name, "TYPE_FP32", _sizes(o)) for o in model.outputs),
         instance_group=(
             ModelInstances(
-                variant.name,
+                model.name,
                 "KIND_CPU" if engine.device_name.startswith("cpu") else "KIND_GPU",  # of one kind
                 instances,
             ),

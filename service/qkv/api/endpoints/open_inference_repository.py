@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
-from qkv.api.endpoints.open_inference_models import VERSION, find_model, new_router, respond
+from qkv.api.endpoints.open_inference_catalogue import VERSION, ModelCatalogue
+from qkv.api.endpoints.open_inference_models import new_router, respond
 from qkv.api.openapi.open_inference_operation import describe_model, describe_server
 from qkv.api.openapi.operation import in_json
 from qkv.api.openapi.response_schemas import response_schema
 from qkv.api.openapi.schemas import FLAG, Schema, closed, list_of, named, nullable
 from qkv.api.request_body import read_body
 from qkv.errors import InvalidContent
-from qkv.telemetry.model_stats import ModelStats
 from qkv.wire import json
 from qkv.wire.open_inference_responses import Loaded, RepositoryModel, Unloaded
 
@@ -26,7 +26,7 @@ __all__ = ["router"]
 _MAX_BODY_BYTES: Final = 1 << 16
 
 
-def router(models: ModelStats) -> APIRouter:
+def router(models: ModelCatalogue) -> APIRouter:
     """Returns the routes of the repository."""
     routes = new_router()
 
@@ -64,7 +64,7 @@ def router(models: ModelStats) -> APIRouter:
         openapi_extra=_describe(response_schema(Loaded), "LoadRequest", {}),
     )
     async def load(request: Request, model: str) -> Response:
-        find_model(models, model, VERSION)
+        models.find(model)
         await _reject_parameters(request)
         models.load(model)
         return respond(Loaded(model, True))
@@ -79,7 +79,7 @@ def router(models: ModelStats) -> APIRouter:
         ),
     )
     async def unload(request: Request, model: str) -> Response:
-        find_model(models, model, VERSION)
+        models.find(model)
         await _reject_parameters(request, "unload_dependents")  # no model has dependents
         models.load(model, loaded=False)
         return respond(Unloaded(model, True))

@@ -70,13 +70,31 @@ LAYER_TENSORS: Final = named(
         + ".",
     },
 )
+_FIELDS: Final = model_fields(LayerOptions)
+_OF_CHECKPOINT: Final = ("layout", "prefix")
 LAYER: Final = named(
-    "Layer",
-    closed(
-        model_fields(LayerOptions) | {"layout": ANY_LAYOUT, "tensors": LAYER_TENSORS},
-        ["layout", "tensors"],
-    )
-    | {"description": "A layer that projects the inputs."},
+    "AnyLayer",
+    either(
+        named(
+            "Layer",
+            closed(
+                _FIELDS | {"layout": ANY_LAYOUT, "tensors": LAYER_TENSORS}, ["layout", "tensors"]
+            )
+            | {"description": "A layer that projects the inputs."},
+        ),
+        named(
+            "NamedLayer",
+            closed(
+                {"name": {"type": "string", "description": "As GET /v1/layers lists it."}}
+                | {n: schema for n, schema in _FIELDS.items() if n not in _OF_CHECKPOINT},
+                ["name"],
+            )
+            | {
+                "description": "A layer that the service has loaded. Other fields replace those of "
+                "its checkpoint."
+            },
+        ),
+    ),
 )
 _COUNT: Final = {"type": ["integer", "null"], "minimum": 1}
 _LAYER_READ: Final = named(
@@ -88,7 +106,9 @@ _LAYER_READ: Final = named(
             "heads": _COUNT,
             "kv_heads": _COUNT,
             "ignored": list_of({"type": "string"}),
-        }
+            "name": {"type": "string", "description": "Of a loaded layer."},
+        },
+        ["layout", "prefix", "heads", "kv_heads", "ignored"],
     )
     | {
         "description": "The layer of the request: its layout, the prefix of its names, its heads, "
@@ -217,6 +237,8 @@ def _response(variant: Variant, name: str, group: str, tensors: Schema) -> Schem
         optional["weights_are"] = _KINDS | {"description": about}
     if _roles(variant):
         optional["layer"] = _LAYER_READ
+        about = "Parameters of a loaded layer that the variant lacks. They are not applied."
+        optional["notes"] = list_of({"type": "string"}, description=about)
     return named(f"{name}Response", closed(fields | optional, fields))
 
 

@@ -5,23 +5,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from qkv.attention.layers import alibi
+from qkv.attention.layers.input_norm import InputNorm
 from qkv.attention.layers.layer_options import LayerOptions
 from qkv.attention.layers.layer_weights import ROLES, SINKS, Array, Weights, hollow
 from qkv.attention.layers.layout_catalogue import Layout, RotaryOrder
 from qkv.attention.layers.sent_tensors import Heads, KnownTensors
 from qkv.errors import InvalidContent
 
-__all__ = ["FREQUENCIES", "SLOPES", "Layer"]
+__all__ = ["FREQUENCIES", "SLOPES", "Layer", "Loaded"]
 
 FREQUENCIES = "rope.frequencies"
 """The name of the rotary frequencies among the arrays of a layer."""
 SLOPES = "alibi_slopes"
 """An input of the variant that a layer with ALiBi gives."""
+
+
+class Loaded(NamedTuple):
+    """The properties of a layer that the operator loaded from a checkpoint.
+
+    Attributes:
+        name: of the layer in requests.
+        parameters: of a variant, as the checkpoint's configuration has them.
+        norm: in front of the attention; None: there is none, or it is not known.
+        has_fixed_heads: True if the layout keeps the tensors of a head together, so that other
+            numbers of heads would be other weights.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    norm: InputNorm | None
+    has_fixed_heads: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +49,12 @@ class Layer:
     Attributes:
         options: the request's fields; layout and prefix are not "auto" and None any more.
         layout: the layout of the tensors in the request.
-        tensors: the tensors of the layer as the request has them.
+        tensors: the tensors of the layer as the request has them; none if it is loaded.
         names: the name in the request of each tensor, by its name in the layout.
         weights: the same numbers, independent of the layout.
         ignored: names of tensors that belong to no part of the attention.
         pointer: JSON pointer to the layer.
+        loaded: what a loaded layer has; None: the request has the tensors.
     """
 
     options: LayerOptions
@@ -45,6 +64,12 @@ class Layer:
     weights: Weights
     ignored: tuple[str, ...]
     pointer: str = "/layer"
+    loaded: Loaded | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights."""
+        return str(self.weights["query.weight"].dtype.name)
 
     @property
     def has_heads(self) -> bool:
@@ -82,7 +107,12 @@ class Layer:
     @cached_property
     def arrays(self) -> Mapping[str, Array]:
         """The arrays that a run needs: the weights, rotary frequencies (float64) and slopes."""
-        arrays = dict(self.weights)
+        return {**self.weights, **self.position_arrays}
+
+    @cached_property
+    def position_arrays(self) -> Mapping[str, Array]:
+        """The arrays of a run that follow from the fields: frequencies and slopes."""
+        arrays = {}
         if self.options.rope is not None:
             arrays[FREQUENCIES] = self.options.rope.frequencies(self.head_width)
         if self.options.alibi:
@@ -92,8 +122,9 @@ class Layer:
 
     @property
     def description(self) -> dict[str, Any]:
-        """Layout, prefix, heads and ignored names, as JSON."""
-        return {
+        """Name, layout, prefix, heads and ignored names, as JSON."""
+        name = {} if self.loaded is None else {"name": self.loaded.name}
+        return name | {
             "layout": self.layout.name,
             "prefix": (self.options.prefix or "").rstrip("."),
             "heads": self.options.heads,
@@ -102,7 +133,12 @@ class Layer:
         }
 
     def without_numbers(self) -> Layer:
-        """Returns the layer with arrays of the same shapes and dtypes that hold no memory."""
+        """Returns the layer with arrays of the same shapes and dtypes that hold no memory.
+
+        A loaded layer keeps its arrays, which all requests share.
+        """
+        if self.loaded is not None:
+            return self
         return replace(
             self,
             tensors={name: hollow(a.dtype, a.shape) for name, a in self.tensors.items()},
@@ -110,7 +146,12 @@ class Layer:
         )
 
     def with_numbers(self, tensors: Mapping[str, Array]) -> Layer:
-        """Returns the layer with the numbers of tensors of the same names, dtypes and shapes."""
+        """Returns the layer with the numbers of tensors of the same names, dtypes and shapes.
+
+        A loaded layer has its numbers.
+        """
+        if self.loaded is not None:
+            return self
         sent = {name: tensors[sent] for name, sent in self.names.items()}
         weights = self.layout.read(
             KnownTensors(sent, Heads(self.options.heads, self.options.kv_heads))
@@ -126,6 +167,8 @@ class Layer:
 
     def name_of(self, weight: str) -> str:
         """Returns the name in the request of the tensor that has a weight."""
+        if self.loaded is not None:
+            return f"{self.loaded.name}.{weight}"
         array = self.weights[weight]
         for name, sent in self.tensors.items():
             if np.shares_memory(sent, array):
@@ -178,5 +221,9 @@ class Layer:
 
     def error(self, detail: str) -> InvalidContent:
         """Returns an error that points to the tensors of the layer."""
-        pointer = f"{self.pointer}/tensors" if self.pointer else "/tensors"
-        return InvalidContent(detail, pointer=pointer)
+        return InvalidContent(detail, pointer=self.tensors_pointer)
+
+    @property
+    def tensors_pointer(self) -> str:
+        """JSON pointer to the tensors, or to the name of a loaded layer."""
+        return f"{self.pointer}/{'tensors' if self.loaded is None else 'name'}"

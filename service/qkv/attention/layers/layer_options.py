@@ -66,6 +66,13 @@ class LayerOptions(pydantic.BaseModel):
             "`k_norm.weight`."
         ),
     ] = QKNorm()
+    input: Annotated[
+        Literal["attention", "residual"],
+        pydantic.Field(
+            description='"residual" applies the norm of a loaded layer\'s checkpoint to `x` first. '
+            'With "attention", x is what the attention module receives.'
+        ),
+    ] = "attention"
     alibi: Annotated[
         bool | Literal["scaled"],
         pydantic.Field(

@@ -29,6 +29,12 @@ def read_layer(
     Raises:
         InvalidContent: a tensor is missing or wrong, or the layout is not clear.
     """
+    if options.input != "attention":
+        raise InvalidContent(
+            f"input is invalid: got {options.input!r}, expected 'attention': only a loaded layer "
+            "has the norm of its model",
+            pointer=f"{pointer}/input",
+        )
     shapes = {name: array.shape for name, array in tensors.items()}
     layout = None
     if options.layout != layout_catalogue.AUTO:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qkv.attention.common.guards import holds, is_finite
 
-__all__ = ["apply", "merge_heads", "project_back", "split_heads"]
+__all__ = ["apply", "merge_heads", "project_back", "project_back_to_input", "split_heads"]
 
 
 def apply(x_BNM: Tensor, weight_MX: Tensor, bias_X: Tensor | None) -> Tensor:
@@ -31,6 +31,16 @@ def split_heads(x_BNX: Tensor, heads: int) -> Tensor:
 def merge_heads(x_BHNE: Tensor) -> Tensor:
     """Puts the heads side by side: (B, N, H * E)."""
     return x_BHNE.transpose(1, 2).flatten(2)
+
+
+def project_back_to_input(grad_BNX: Tensor, weight_MX: Tensor) -> Tensor:
+    """Returns the gradient of x (B, N, M) alone, as `project_back` does."""
+    for dtype in (grad_BNX.dtype, torch.float64):
+        weight = weight_MX.to(dtype)
+        x_grad = torch.bmm(grad_BNX.to(dtype), weight.mT.expand(len(grad_BNX), -1, -1))
+        if holds(is_finite(x_grad)):
+            break
+    return x_grad
 
 
 def project_back(

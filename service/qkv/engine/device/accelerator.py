@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qkv.engine.device.device import MemoryUsage, Stopwatch, Unloading, is_out_of_memory
+from qkv.engine.device.layer_memory import LAYER_BYTES, LayerMemory
 
 __all__ = ["Accelerator"]
 
@@ -24,13 +25,15 @@ class Accelerator:
 
     Args:
         torch_device: the device of its tensors.
+        layer_bytes: what loaded layers may take.
     """
 
     is_accelerator = True
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device: torch.device, layer_bytes: int = LAYER_BYTES) -> None:
         self.torch_device = torch_device
         self.synchronizations = 0
+        self.layer_memory = LayerMemory(self.load, layer_bytes)
 
     def use_in_this_thread(self) -> None:
         """Makes it torch's current device; another one would get a context, and its memory."""
@@ -96,7 +99,8 @@ class Accelerator:
         return int(free), int(total)
 
     def release_memory(self) -> None:
-        """Empties the allocator's cache."""
+        """Drops the loaded layers, and empties the allocator's cache."""
+        self.layer_memory.clear()
         torch.accelerator.empty_cache()
 
     def measure_peak_bytes(self, work: Callable[[], object]) -> int:

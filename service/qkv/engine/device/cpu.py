@@ -12,6 +12,7 @@ from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch.autograd import profiler_legacy
 
 from qkv.engine.device.device import MemoryUsage, Stopwatch, Unloading, is_out_of_memory
+from qkv.engine.device.layer_memory import LAYER_BYTES, LayerMemory
 
 __all__ = ["CpuDevice"]
 
@@ -50,6 +51,9 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     is_accelerator = False
     synchronizations = 0
+
+    def __init__(self) -> None:
+        self.layer_memory = LayerMemory(self.load, LAYER_BYTES)
 
     def use_in_this_thread(self) -> None:
         """Does nothing: the CPU is torch's default."""

@@ -11,6 +11,8 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qkv.engine.device.layer_memory import LayerMemory
+
 __all__ = ["Device", "MemoryUsage", "Stopwatch", "Unloading", "is_out_of_memory"]
 
 _OUT_OF_MEMORY: Final = ("can't allocate", "out of memory", "ALLOC_FAILED")
@@ -58,11 +60,13 @@ class Device(Protocol):
         is_accelerator: it has memory of its own and runs beside the CPU, so that batches are
             stacked; else tensors of the CPU are used where they are.
         synchronizations: how often a call has waited for the device.
+        layer_memory: has the weights of loaded layers.
     """
 
     torch_device: torch.device
     is_accelerator: bool
     synchronizations: int
+    layer_memory: LayerMemory
 
     def use_in_this_thread(self) -> None:
         """Makes it the device that torch uses in this thread if a call names none."""

@@ -7,6 +7,7 @@ import torch
 from qkv.engine.device.accelerator import Accelerator
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device.device import Device
+from qkv.engine.device.layer_memory import LAYER_BYTES
 
 __all__ = ["find_device", "new_device"]
 
@@ -32,14 +33,17 @@ def find_device(name: str) -> torch.device:
     return torch.device(accelerator.type, int(index)) if index else torch.device(accelerator.type)
 
 
-def new_device(torch_device: torch.device, tf32: bool = False) -> Device:
+def new_device(
+    torch_device: torch.device, tf32: bool = False, layer_bytes: int = LAYER_BYTES
+) -> Device:
     """Returns the device of tensors on a device of torch.
 
     Args:
         torch_device: as `find_device` returns it.
         tf32: products of float32 matrices on an accelerator may round their factors to 11 bits.
+        layer_bytes: what loaded layers may take on an accelerator.
     """
     if torch_device.type == "cpu":
         return CpuDevice()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    return Accelerator(torch_device)
+    return Accelerator(torch_device, layer_bytes)

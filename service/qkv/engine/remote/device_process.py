@@ -14,6 +14,7 @@ from qkv.engine.remote.channel import receive_connection
 from qkv.engine.remote.plan_reader import PlanReader
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.engine.remote.worker_link import WorkerLink
+from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
 from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["DeviceProcess"]
@@ -28,6 +29,7 @@ class DeviceProcess:
         shared_memory: holds the tensors.
         control_socket: receives a worker's index and one end of a socket pair when it starts.
         parent_alive_fd: reads end of file once the supervisor has exited.
+        layers: that jobs may name; the workers have the same.
     """
 
     def __init__(
@@ -37,10 +39,11 @@ class DeviceProcess:
         shared_memory: SharedMemory,
         control_socket: socket.socket,
         parent_alive_fd: int,
+        layers: LoadedLayers = NO_LAYERS,
     ) -> None:
         self._engine, self._worker = engine, worker
         self._control_socket, self._parent_alive_fd = control_socket, parent_alive_fd
-        plan_reader = PlanReader()
+        plan_reader = PlanReader(layers)
         self._links = [
             WorkerLink(index, engine, shared_memory, plan_reader, self._end_if_orphaned)
             for index in range(len(worker.shared_state))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from qkv.jobs import plan_codec
+from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
 from qkv.jobs.plan import Plan
 from qkv.jobs.plan_cache import BoundedCache, plan_bytes
 
@@ -16,9 +17,14 @@ _OBJECT_FACTOR: Final = 12  # a row number takes 3 bytes encoded, and 36 in a tu
 
 
 class PlanReader:
-    """Reads plans, and keeps those that were used last, for the jobs of all workers."""
+    """Reads plans, and keeps those that were used last, for the jobs of all workers.
 
-    def __init__(self) -> None:
+    Args:
+        layers: that plans may name.
+    """
+
+    def __init__(self, layers: LoadedLayers = NO_LAYERS) -> None:
+        self._layers = layers
         self._plans: BoundedCache[Plan] = BoundedCache(_MAX_PLANS, _MAX_BYTES)
 
     @property
@@ -33,7 +39,7 @@ class PlanReader:
             encoded: as `Plan.encoded`.
         """
         if (plan := self._plans.get(encoded)) is None:
-            plan = plan_codec.decode(encoded)
+            plan = plan_codec.decode(encoded, self._layers)
             held_bytes = plan_bytes(encoded) + _OBJECT_FACTOR * len(encoded)
             self._plans.put(encoded, plan, held_bytes)
         return plan

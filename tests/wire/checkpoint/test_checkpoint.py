@@ -12,8 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from qkv.cli.checkpoint import Checkpoint
 from qkv.errors import InvalidContent
+from qkv.wire.checkpoint.checkpoint import Checkpoint
 from support.checkpoints import llama, write_raw
 from support.commands import error_of, stdout_of
 

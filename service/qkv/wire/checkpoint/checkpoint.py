@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any, Final
 
-from safetensors import SafetensorError, safe_open
-
-from qkv.cli.torch_files import refuse_torch_file
 from qkv.errors import InvalidContent, QkvError
 from qkv.tensors import RawTensor
-from qkv.wire import safetensors
+from qkv.wire.checkpoint.tensor_file import TensorFile
+from qkv.wire.checkpoint.torch_files import refuse_torch_file
+from qkv.wire.safetensors import decode_metadata
 
 __all__ = ["SUFFIX", "Checkpoint", "is_checkpoint"]
 
@@ -47,12 +46,12 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = _find_in(path) if path.is_dir() else path
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, TensorFile] = {}
         self._files: Mapping[str, Path]  # of each tensor
         if self.path.name.endswith(_INDEX):
             self._files = _read_index(self.path)
         else:
-            self._files = dict.fromkeys(self._file(self.path).keys(), self.path)
+            self._files = dict.fromkeys(self._file(self.path).names, self.path)
         self.names = sorted(self._files, key=_natural)
 
     @property
@@ -65,58 +64,60 @@ class Checkpoint:
         if self.path.name.endswith(_INDEX):
             return {}
         try:
-            return safetensors.decode_metadata(self._file(self.path).metadata() or {})
+            return decode_metadata(self._file(self.path).metadata)
         except QkvError as error:
             error.detail = f"{self.path}: {error.detail}"
             raise
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor, from the header of its file."""
-        return tuple(self._slice(name).get_shape())
+        return self._file_of(name).shape(name)
 
     def dtype(self, name: str) -> str:
         """Returns the dtype of a tensor; its code in the file, such as U8, if requests have none.
 
         It is read from the header.
         """
-        code = str(self._slice(name).get_dtype())
-        return safetensors.DTYPES.get(code, code)
+        return self._file_of(name).dtype(name)
 
     def read(self, name: str) -> RawTensor:
         """Reads a tensor whose dtype requests support.
 
         Raises:
-            InvalidContent: they do not support it.
+            InvalidContent: they do not support it, or the file was shortened.
         """
-        if (dtype := self.dtype(name)) not in safetensors.DTYPES.values():
-            raise InvalidContent(
-                f"{self._files[name]}: {name} has an unknown dtype: got {dtype}, expected "
-                f"{', '.join(safetensors.DTYPES)}"
-            )
-        return RawTensor.from_numpy(self._file(self._files[name]).get_tensor(name))
+        return self._file_of(name).read(name)
 
-    def _slice(self, name: str) -> Any:
-        try:
-            return self._file(self._files[name]).get_slice(name)
-        except SafetensorError:
+    def check_unchanged(self) -> None:
+        """Checks that no file has changed since it was opened.
+
+        Raises:
+            InvalidContent: one has.
+        """
+        for file in self._open.values():
+            file.check_unchanged()
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._open.values():
+            file.close()
+
+    def _file_of(self, name: str) -> TensorFile:
+        file = self._file(self._files[name])
+        if name not in file:
             raise InvalidContent(
                 f"{self.path}: {name} is not in {self._files[name].name}, where the index expects "
                 "it"
-            ) from None
+            )
+        return file
 
-    def _file(self, path: Path) -> Any:
-        """Returns an open file: one mapped into memory, of which the header is read."""
+    def _file(self, path: Path) -> TensorFile:
         if path not in self._open:
             if path != self.path and not path.exists():
                 raise InvalidContent(
                     f"{self.path}: a file of the index is missing: got no {path.name} beside it"
                 )
-            with path.open("rb"):
-                pass  # raises errors with the name of the file, which safe_open's do not have
-            try:
-                self._open[path] = safe_open(path, framework="np")
-            except SafetensorError as error:
-                raise InvalidContent(f"{path}: not a safetensors file: {error}") from None
+            self._open[path] = TensorFile(path)
         return self._open[path]
 
 

@@ -1,0 +1,139 @@
+"""GET /v1/layers: lists and describes the layers of the checkpoints that the operator loaded."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import APIRouter, Response
+
+from qkv.api.endpoints.run_schemas import LAYOUT
+from qkv.api.openapi.operation import describe, in_json, problem_responses
+from qkv.api.openapi.schemas import (
+    COUNT,
+    FLOATING_DTYPE,
+    TEXT,
+    Schema,
+    closed,
+    enumeration,
+    list_of,
+    model_fields,
+    named,
+    nullable,
+)
+from qkv.attention.layers.layer_options import LayerOptions
+from qkv.errors import NotFound, QkvError
+from qkv.jobs.loaded.loaded_layers import LoadedLayers
+from qkv.wire import json
+
+__all__ = ["router"]
+
+_UNKNOWN: Final = NotFound(
+    "no layer 'minilm.encoder.layer.9': expected minilm.encoder.layer.0, ..."
+)
+
+
+def router(layers: LoadedLayers) -> APIRouter:
+    """Returns the routes."""
+    routes = APIRouter(tags=["layers"])
+
+    @routes.get(
+        "/v1/layers",
+        operation_id="list_loaded_layers",
+        summary="Lists the layers that requests may name.",
+        description="They are those of the checkpoints in the service's settings. A checkpoint "
+        "that could not be loaded has the reason in `problem`.",
+        openapi_extra=_describe(in_json("The layers and the checkpoints.", _list_schema())),
+    )
+    async def every_layer() -> Response:
+        checkpoints = [
+            {
+                "name": checkpoint.name,
+                "layers": len(checkpoint.layers),
+                "bytes": checkpoint.bytes,
+                "problem": checkpoint.problem,
+            }
+            for checkpoint in layers.checkpoints
+        ]
+        listed = [layers.describe(name) for name in layers.names]
+        return _respond({"layers": listed, "checkpoints": checkpoints})
+
+    @routes.get(
+        "/v1/layers/{name}",
+        operation_id="get_loaded_layer",
+        summary="Describes one layer that requests may name.",
+        openapi_extra=_describe(in_json("The layer.", _layer_schema()), _UNKNOWN),
+    )
+    async def one_layer(name: str) -> Response:
+        return _respond(layers.describe(name))
+
+    return routes
+
+
+def _respond(body: Any) -> Response:
+    return Response(json.dump(body), media_type=json.MEDIA_TYPE)
+
+
+def _describe(response: dict[str, Any], *extra: QkvError) -> dict[str, Any]:
+    """Returns the description of an operation without a body; errors are those of its path."""
+    name = {
+        "name": "name", "in": "path", "required": True, "schema": TEXT,
+        "description": "The layer's name.", "example": "minilm.encoder.layer.3",
+    }  # fmt: skip
+    responses = {"200": response} | problem_responses(500, 503, extra=extra)
+    return describe(responses, parameters=[name] if extra else ())
+
+
+def _list_schema() -> Schema:
+    checkpoint = closed(
+        {
+            "name": TEXT,
+            "layers": COUNT | {"description": "The number of its layers."},
+            "bytes": COUNT | {"description": "Of the weights of its layers."},
+            "problem": {
+                "type": ["string", "null"],
+                "description": "The reason why it is not served; null if it is.",
+            },
+        }
+    )
+    return named(
+        "LoadedLayers",
+        closed(
+            {
+                "layers": list_of(_layer_schema()),
+                "checkpoints": list_of(named("LoadedCheckpoint", checkpoint)),
+            }
+        ),
+    )
+
+
+def _layer_schema() -> Schema:
+    fields, size = model_fields(LayerOptions), {"type": "integer", "minimum": 1}
+    inputs = enumeration("LayerInput", ["attention", "residual"])
+    return named(
+        "LoadedLayer",
+        closed(
+            {
+                "name": TEXT | {"description": "The name in requests."},
+                "layout": LAYOUT,
+                "prefix": TEXT | {"description": "Of the names of its tensors."},
+                "dtype": FLOATING_DTYPE,
+                "heads": size | {"description": "The number of query heads."},
+                "kv_heads": size | {"description": "The number of key heads."},
+                "head_width": size | {"description": "The width D of a query head."},
+                "width": size | {"description": "The width M of x."},
+                "output_width": nullable(size)
+                | {"description": "Of the output; null: the layer has no output projection."},
+                "rope": fields["rope"],
+                "qk_norm": nullable(fields["qk_norm"])
+                | {"description": "Numbers of the norm of queries and keys; null: there is none."},
+                "alibi": fields["alibi"],
+                "parameters": {
+                    "type": "object",
+                    "description": "Parameters of a variant that the checkpoint has. A run has "
+                    "them unless the request gives others.",
+                },
+                "inputs": list_of(inputs) | {"description": "The values of `layer.input`."},
+                "bytes": COUNT | {"description": "Of its weights."},
+            }
+        ),
+    )

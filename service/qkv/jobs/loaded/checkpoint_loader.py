@@ -1,0 +1,292 @@
+"""Loads the attention layers of checkpoints into memory that the processes of a service share.
+
+`load_checkpoints` runs once, before the service forks its workers. A forked process reads the same
+pages. Nothing but safetensors, JSON and TOML is read, and no code of a model runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from qkv.attention import catalogue
+from qkv.attention.layers import layout_catalogue
+from qkv.attention.layers.input_norm import NORM_BIAS, NORM_WEIGHT
+from qkv.attention.layers.layer import Layer, Loaded
+from qkv.attention.layers.layer_reader import read_layer
+from qkv.attention.layers.layer_sizes import sizes_of
+from qkv.attention.layers.layer_weights import Array, Weights, hollow
+from qkv.attention.layers.layout_catalogue import FoundLayer, Layout
+from qkv.attention.layers.sent_tensors import Heads, SentTensors
+from qkv.errors import InvalidContent, QkvError
+from qkv.jobs.buffer_layout import ALIGNMENT
+from qkv.jobs.loaded.layer_settings import LayerSettings, ModelFiles
+from qkv.jobs.loaded.loaded_layers import LoadedCheckpoint, LoadedLayers
+from qkv.tensors import DTYPES, FLOATING
+from qkv.wire.checkpoint.checkpoint import Checkpoint
+
+__all__ = ["load_checkpoints"]
+
+_log = logging.getLogger(__name__)
+
+_NORMS: Final = ("input_layernorm", "ln_1", "layernorm_before", "layer_norm1", "ln_attn")
+"""Modules that are in front of the attention in every model that has one of that name."""
+_MAX_LAYERS: Final = 4096
+
+
+def load_checkpoints(
+    paths: Mapping[str, Path], max_bytes: int, *, is_strict: bool = False
+) -> LoadedLayers:
+    """Loads the layers of checkpoints.
+
+    A checkpoint that cannot be loaded has a problem in the result; the others are loaded.
+
+    Args:
+        paths: by name: a safetensors file, an index of several, or a folder with one of them.
+        max_bytes: what the weights of all layers may take.
+        is_strict: raise the first problem.
+
+    Raises:
+        ValueError: a name is that of a variant.
+        QkvError: a checkpoint cannot be loaded, and `is_strict`.
+    """
+    for name in paths:
+        if name in catalogue.variants():
+            raise ValueError(f"the checkpoint {name} has the name of a variant: name it otherwise")
+    loaded: list[LoadedCheckpoint] = []
+    for name, path in paths.items():
+        held_bytes = sum(checkpoint.bytes for checkpoint in loaded)
+        try:
+            layers = _Loader(name, path).load(max_bytes - held_bytes)
+            loaded.append(LoadedCheckpoint(name, layers))
+        except Exception as error:  # whatever a file does, the other checkpoints are served
+            problem = _problem(error)
+            _log.error("checkpoint %s is not served: %s", name, problem)
+            if is_strict:
+                raise InvalidContent(f"checkpoint {name}: {problem}") from None
+            folder = f"{path if path.is_dir() else path.parent}/"
+            problem = problem.replace(folder, "").replace(str(path), path.name)
+            loaded.append(LoadedCheckpoint(name, {}, problem))
+    return LoadedLayers(loaded)
+
+
+def _problem(error: Exception) -> str:
+    """Returns the problem of a checkpoint in one line."""
+    if isinstance(error, QkvError):
+        return " ".join(error.detail.split())
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return f"it cannot be read: {type(error).__name__}: {error}".splitlines()[0][:500]
+
+
+class _Part(NamedTuple):
+    """A layer of a checkpoint that is not read yet.
+
+    Attributes:
+        name: in requests.
+        found: its names and shapes.
+        settings: what is known of it.
+        layer: the same layer without numbers.
+        norm: the name of the module of the norm in front of it; None: there is none.
+    """
+
+    name: str
+    found: FoundLayer
+    settings: LayerSettings
+    layer: Layer
+    norm: str | None
+
+
+class _Loader:
+    """Loads one checkpoint.
+
+    Args:
+        name: of the checkpoint.
+        path: of the file or the folder.
+
+    Raises:
+        QkvError, OSError: a file cannot be read, or is wrong.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        self._name, self._checkpoint = name, Checkpoint(path)
+        self._files = ModelFiles(path)
+        self._shapes = {n: self._checkpoint.shape(n) for n in self._checkpoint.names}
+
+    def load(self, max_bytes: int) -> dict[str, Layer]:
+        """Returns the layers by name.
+
+        Args:
+            max_bytes: what their weights may take; checked before any is read.
+
+        Raises:
+            QkvError, OSError: as above, or the layers are too large.
+        """
+        try:
+            parts = self._parts()
+            size = sum(_size(part.layer.weights) for part in parts)
+            if size > max_bytes:
+                raise InvalidContent(
+                    f"the layers are too large: got {size} bytes, expected at most {max_bytes} of "
+                    "QKV_MAX_CHECKPOINT_BYTES that are left"
+                )
+            memory = _Memory(size)
+            layers = {part.name: self._read(part, memory) for part in parts}
+            self._checkpoint.check_unchanged()
+        finally:
+            self._checkpoint.close()
+        return layers
+
+    def _parts(self) -> list[_Part]:
+        found_layers = layout_catalogue.find_layers(self._shapes)
+        if not found_layers or len(found_layers) > _MAX_LAYERS:
+            names = ", ".join(map(repr, list(self._shapes)[:4])) or "no tensor"
+            raise InvalidContent(
+                f"{self._checkpoint.path} has {len(found_layers)} attention layers: got {names}, "
+                f"expected 1 to {_MAX_LAYERS} layers"
+            )
+        blocks = Counter(_block(found.prefix) for found in found_layers)
+        return [self._part(found, blocks) for found in found_layers]
+
+    def _part(self, found: FoundLayer, blocks: Counter[str]) -> _Part:
+        path, block = found.prefix.rstrip("."), _block(found.prefix)
+        place = block if blocks[block] == 1 else path
+        try:
+            known = layout_catalogue.known()
+            layouts = {name: known[name] for name in found.layouts}
+            width = sizes_of(layouts[found.layouts[0]], found.shapes).hidden_width
+            settings = self._files.settings_of(place, path, layouts, width)
+            layer = self._without_numbers(found, settings)
+            norm = self._norm(block, settings)
+            if norm is not None:
+                layer = replace(layer, weights={**layer.weights, **self._norm_weights(norm)})
+        except QkvError as error:
+            error.detail = f"{path}: {error.detail}"
+            raise
+        return _Part(f"{self._name}.{place}".rstrip("."), found, settings, layer, norm)
+
+    def _without_numbers(self, found: FoundLayer, settings: LayerSettings) -> Layer:
+        """Returns a layer that holds no memory: its names and shapes are checked.
+
+        The numbers are ones: a matrix of zeros counts as one that was never loaded.
+        """
+        tensors = {}
+        for name in found.shapes:
+            dtype = self._checkpoint.dtype(found.prefix + name)
+            if dtype in DTYPES:
+                shape = self._checkpoint.shape(found.prefix + name)
+                tensors[found.prefix + name] = np.broadcast_to(np.ones((), DTYPES[dtype]), shape)
+        options = settings.options.model_copy(update={"prefix": found.prefix})
+        layer = read_layer(options, tensors)
+        dtypes = {array.dtype.name for array in layer.weights.values()}
+        if len(dtypes) > 1 or not dtypes <= set(FLOATING):
+            raise InvalidContent(
+                f"the tensors have several dtypes: got {', '.join(sorted(dtypes))}, expected one"
+            )
+        return layer
+
+    def _norm(self, block: str, settings: LayerSettings) -> str | None:
+        """Returns the module of the norm in front of the attention; None: it is not known."""
+        if settings.norm is None:
+            return None
+        names = _NORMS if settings.norm_module is None else (settings.norm_module,)
+        paths = [f"{block}.{name}".lstrip(".") for name in names]
+        return next((path for path in paths if f"{path}.weight" in self._shapes), None)
+
+    def _norm_weights(self, norm: str) -> dict[str, Array]:
+        """Returns the weights of a norm without numbers."""
+        return {
+            weight: hollow(DTYPES[self._checkpoint.dtype(name)], self._checkpoint.shape(name))
+            for weight, name in _norm_tensors(norm).items()
+            if name in self._shapes
+        }
+
+    def _read(self, part: _Part, memory: _Memory) -> Layer:
+        """Returns a layer with its numbers."""
+        tensors = {name: self._checkpoint.read(name).numpy() for name in part.layer.tensors}
+        layer = read_layer(part.layer.options, tensors)
+        weights = {**layer.weights, **self._read_norm(part, layer)}
+        loaded = Loaded(
+            part.name,
+            part.settings.parameters,
+            None if part.norm is None else part.settings.norm,
+            _has_fixed_heads(layer.layout, part.found),
+        )
+        placed = {name: memory.place(array) for name, array in weights.items()}
+        return replace(layer, tensors={}, weights=placed, ignored=(), loaded=loaded)
+
+    def _read_norm(self, part: _Part, layer: Layer) -> Weights:
+        """Returns the weights of the norm in front of a layer.
+
+        Raises:
+            InvalidContent: they do not fit it.
+        """
+        if part.norm is None:
+            return {}
+        weights, expected = {}, (len(layer.weights["query.weight"]),)
+        for weight, name in _norm_tensors(part.norm).items():
+            if name not in self._shapes:
+                continue
+            array = self._checkpoint.read(name).numpy()
+            if array.dtype.name != layer.dtype or array.shape != expected:
+                raise InvalidContent(
+                    f"{name} is wrong: got {array.dtype} of shape {list(array.shape)}, expected "
+                    f"{layer.dtype} of shape {list(expected)}"
+                )
+            weights[weight] = array
+        return weights
+
+
+class _Memory:
+    """Anonymous memory, shared with the processes that are forked later.
+
+    Args:
+        size: bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._buffer, self._end = mmap.mmap(-1, max(size, 1)), 0
+
+    def place(self, array: Array) -> Array:
+        """Returns a dense, aligned copy of an array."""
+        flat = np.frombuffer(self._buffer, array.dtype, array.size, self._end)
+        placed = flat.reshape(array.shape)
+        np.copyto(placed, array)
+        self._end += _aligned(array.nbytes)
+        return placed
+
+
+def _block(prefix: str) -> str:
+    """Returns the path of a block: the prefix of its attention up to the last number."""
+    parts = prefix.rstrip(".").split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: numbers[-1] + 1] if numbers else parts)
+
+
+def _norm_tensors(norm: str) -> dict[str, str]:
+    return {NORM_WEIGHT: f"{norm}.weight", NORM_BIAS: f"{norm}.bias"}
+
+
+def _has_fixed_heads(layout: Layout, found: FoundLayer) -> bool:
+    """Returns True if a layout needs the number of heads to read its tensors."""
+    arrays = {n: hollow(np.dtype(np.float32), s) for n, s in found.shapes.items() if len(s) <= 2}
+    try:
+        layout.read(SentTensors(arrays, "", "", layout.spellings, Heads()))
+    except InvalidContent as error:
+        return error.pointer == "/heads"
+    return False
+
+
+def _size(weights: Weights) -> int:
+    return sum(_aligned(array.nbytes) for array in weights.values())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,170 @@
+"""The types of models whose positions, rotary channels, scales and windows are known.
+
+Source: the configurations and modules of transformers 5.23. The names of fields are those of
+`config.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+__all__ = ["KNOWN", "Config", "KnownModel", "Positions", "slides", "turns", "window_of_neo"]
+
+Config = Mapping[str, Any]
+"""A configuration: the object of `config.json`, or the part of it that belongs to a layer."""
+
+Positions = Literal["none", "rotary", "alibi"]
+"""The kind of positions of a model's attention; "none": it has none."""
+
+_OfLayer = Callable[[Config, int], bool]
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """Properties of the modules of a model that its configuration does not give.
+
+    Attributes:
+        positions: of its attention.
+        causal: True for a decoder.
+        order: of the rotary channels; None: that of the layout.
+        base: of the rotary wavelengths, if the configuration has none.
+        local_base: the same in layers with a window; None: the same base.
+        share: of a head's channels that turn, if the configuration has none.
+        dims: the number of channels that turn, if the configuration has none.
+        slides: tells whether a layer has the window, if the configuration does not; None: all have.
+        is_window_optional: the window needs `use_sliding_window`.
+        turns: tells whether a layer has the rotary embedding; None: all have.
+        norm_offset: added to the weights of its norms.
+        layout: of its attention, where names and shapes fit several.
+    """
+
+    positions: Positions
+    causal: bool = False
+    order: Literal["interleaved"] | None = None
+    base: float | None = None
+    local_base: float | None = None
+    share: float | None = None
+    dims: int | None = None
+    slides: _OfLayer | None = None
+    is_window_optional: bool = False
+    turns: _OfLayer | None = None
+    norm_offset: Literal[0, 1] = 0
+    layout: str | None = None
+
+
+def slides(config: Config, known: KnownModel, index: int | None) -> bool:
+    """Returns True if a layer has the window of the configuration.
+
+    Args:
+        config: of the model.
+        known: of its type.
+        index: the number of the layer; None: its name has none.
+    """
+    if known.is_window_optional and config.get("use_sliding_window") is not True:
+        return False
+    if config.get("use_sliding_window") is False:
+        return False
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and index is not None and index < len(kinds):
+        return bool(kinds[index] == "sliding_attention")
+    return known.slides is None or (index is not None and known.slides(config, index))
+
+
+def turns(config: Config, known: KnownModel, index: int | None) -> bool:
+    """Returns True if a layer of a rotary model has the rotary embedding."""
+    return known.turns is None or index is None or known.turns(config, index)
+
+
+def window_of_neo(config: Config, index: int | None) -> int | None:
+    """Returns the window of a layer of GPT-Neo, whose configuration has fields of its own."""
+    if index is None or _kind_in_neo(config, index) != "local":
+        return None
+    return int(config.get("window_size", 256))
+
+
+def _kind_in_neo(config: Config, index: int) -> object:
+    """Returns the kind of a layer: "global" or "local"; None if there is no such layer."""
+    layers = config.get("attention_layers")
+    if layers is not None:
+        return layers[index] if index < len(layers) else None
+    for kinds, times in config.get("attention_types", [[["global", "local"], 12]]):
+        if index < len(kinds) * times:
+            return kinds[index % len(kinds)]
+        index -= len(kinds) * times
+    return None
+
+
+def _all_but_each(interval: int) -> _OfLayer:
+    def slides(config: Config, index: int) -> bool:
+        return bool((index + 1) % config.get("sliding_window_pattern", interval) != 0)
+
+    return slides
+
+
+def _late(config: Config, index: int) -> bool:
+    return bool(index >= config.get("max_window_layers", 28))
+
+
+def _early(config: Config, index: int) -> bool:
+    return index % 2 == 0 and not _late(config, index)
+
+
+def _turns_in_smollm(config: Config, index: int) -> bool:
+    listed = config.get("no_rope_layers")  # 1: the layer has the embedding
+    if isinstance(listed, list) and index < len(listed):
+        return bool(listed[index])
+    return bool((index + 1) % config.get("no_rope_layer_interval", 4) != 0)
+
+
+def _turns_in_cohere(config: Config, index: int) -> bool:
+    """Returns True in layers with a window, which alone have positions."""
+    return slides(config, _COHERE2, index)
+
+
+_ENCODER: Final = KnownModel("none")
+_DECODER: Final = KnownModel("none", causal=True)
+_ROTARY: Final = KnownModel("rotary", causal=True)
+_INTERLEAVED: Final = replace(_ROTARY, order="interleaved")
+_GEMMA: Final = replace(_ROTARY, norm_offset=1)
+_GEMMA3: Final = replace(_GEMMA, base=1e6, local_base=1e4, slides=_all_but_each(6))
+_QWEN: Final = replace(_ROTARY, is_window_optional=True)
+_SMOLLM: Final = replace(
+    _QWEN,
+    base=2e6,
+    slides=lambda config, index: not _turns_in_smollm(config, index),
+    turns=_turns_in_smollm,
+)
+_COHERE2: Final = replace(_INTERLEAVED, slides=_all_but_each(4))
+_ENCODERS: Final = (
+    "albert bert camembert clip_vision_model deit distilbert electra roberta vit xlm_roberta"
+)
+
+KNOWN: Final[Mapping[str, KnownModel]] = {
+    **dict.fromkeys(_ENCODERS.split(), _ENCODER),
+    **dict.fromkeys(("clip_text_model", "gpt2", "gpt_bigcode", "gpt_neo", "opt"), _DECODER),
+    "bloom": KnownModel("alibi", causal=True, layout="bloom"),
+    "falcon": replace(_ROTARY, layout="falcon"),
+    **dict.fromkeys(("granite", "llama", "mistral", "olmo", "olmo2", "phi3"), _ROTARY),
+    "starcoder2": _ROTARY,
+    "mixtral": replace(_ROTARY, base=1e6),
+    "phi": replace(_ROTARY, share=0.5),
+    "gpt_neox": replace(_ROTARY, share=0.25, layout="neox"),
+    "stablelm": replace(_ROTARY, share=0.25),
+    **dict.fromkeys(("qwen2", "qwen3"), replace(_QWEN, slides=_late)),
+    "qwen2_moe": replace(_QWEN, slides=_early),
+    "qwen3_moe": _QWEN,
+    "gemma": _GEMMA,
+    "gemma2": replace(_GEMMA, slides=_all_but_each(2)),
+    **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA3),
+    "gpt_oss": replace(_ROTARY, base=150000, slides=_all_but_each(2)),
+    "smollm3": _SMOLLM,
+    "cohere": replace(_INTERLEAVED, base=500000),
+    "cohere2": replace(_COHERE2, turns=_turns_in_cohere),
+    **dict.fromkeys(("glm", "glm4"), replace(_INTERLEAVED, share=0.5)),
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), replace(_INTERLEAVED, base=500000)),
+    "gptj": replace(_INTERLEAVED, dims=64),
+    "whisper": _ENCODER,
+}
+"""The known types by `model_type`."""

@@ -1,0 +1,206 @@
+"""Reads all that is known of a layer: `config.json`, and the operator's file beside it.
+
+The file is TOML: fields of a layer and parameters of a variant, for all layers or for one.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import pydantic
+
+from qkv.attention.layers.input_norm import InputNorm
+from qkv.attention.layers.layer_options import NESTED_FIELDS, LayerOptions
+from qkv.attention.layers.layout_catalogue import Layout
+from qkv.attention.layers.qk_norm import QKNorm
+from qkv.errors import InvalidContent
+from qkv.jobs.fields import field_error
+from qkv.jobs.loaded.model_config import LayerConfig, read_config
+from qkv.wire.plain_json import load_names
+
+__all__ = ["LayerSettings", "ModelFiles", "NormFields"]
+
+_MAX_BYTES: Final = 16 << 20  # of config.json, and of the file beside it
+_PARAMETERS: Final = ("causal", "scale", "softcap", "window")
+
+
+class NormFields(pydantic.BaseModel):
+    """The norm in front of the attention, as the operator's file gives it."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    module: str
+    kind: Literal["layer", "rms"]
+    eps: Annotated[float, pydantic.Field(ge=0, le=1)]
+    offset: Literal[0, 1] = 0
+
+
+class _FileFields(LayerOptions):
+    """The fields of the operator's file. False says that the model has no such parameter."""
+
+    layout: str = "auto"
+    positions: Literal["none", "rotary", "alibi"] | None = None
+    causal: bool | None = None
+    scale: Annotated[float, pydantic.Field(gt=0, le=1e6)] | Literal[False] | None = None
+    input_norm: NormFields | None = None
+
+
+class LayerSettings(NamedTuple):
+    """The fields, parameters and norm of a layer, without its tensors.
+
+    Attributes:
+        options: its fields.
+        parameters: of a variant.
+        norm: in front of the attention; None: not known.
+        norm_module: the name of its module beside the attention; None: a usual one.
+    """
+
+    options: LayerOptions
+    parameters: Mapping[str, Any]
+    norm: InputNorm | None
+    norm_module: str | None
+
+
+class ModelFiles:
+    """The configuration of a model, and the operator's file beside it.
+
+    Args:
+        source: the path of the checkpoint in the settings: a file or a folder.
+
+    Raises:
+        InvalidContent: one of the files is no configuration.
+        OSError: one cannot be read.
+    """
+
+    def __init__(self, source: Path) -> None:
+        folder = source if source.is_dir() else source.parent
+        self._own_path = folder / "qkv.toml" if source.is_dir() else source.with_suffix(".toml")
+        config, own = _read(folder / "config.json"), _read(self._own_path)
+        self._config: Mapping[str, Any] | None = None
+        if config is not None:
+            self._config = _parsed(folder / "config.json", lambda: load_names(config))
+        self._own: dict[str, Any] = {}
+        if own is not None:
+            self._own = _parsed(self._own_path, lambda: tomllib.loads(own.decode()))
+        self._own_layers = self._own.pop("layers", {})
+
+    def settings_of(
+        self, block: str, path: str, layouts: Mapping[str, Layout], width: int | None
+    ) -> LayerSettings:
+        """Returns what the files say about a layer.
+
+        Args:
+            block: the path of its block, which is the name of a table of the operator's file.
+            path: of the attention in the block.
+            layouts: that its names and shapes fit.
+            width: of its embeddings; None: not known.
+
+        Raises:
+            InvalidContent: the files are wrong, or leave something open.
+        """
+        config = LayerConfig()
+        if self._config is not None:
+            config = read_config(self._config, path, width)
+        own = self._fields_of(block)
+        given = own.model_dump(exclude_unset=True)
+        layout = self._layout(layouts, own, config)
+        self._check_known(given, config, layout)
+        fields = {
+            name: value
+            for name, value in {**config.fields, **given}.items()
+            if name in LayerOptions.model_fields and name not in (*_PARAMETERS, "prefix", "input")
+        }
+        if own.positions not in (None, "rotary") or own.alibi:
+            fields.pop("rope", None)
+        if "alibi" in (own.positions, config.positions) and "alibi" not in given:
+            fields["alibi"] = layout.alibi or True
+        parameters = dict(config.parameters)
+        parameters |= {name: given[name] for name in _PARAMETERS if name in given}
+        parameters = {name: value for name, value in parameters.items() if value is not False}
+        norm, module = _norm_of(config, own)
+        try:
+            options = LayerOptions.model_validate({**fields, "layout": layout.name})
+        except pydantic.ValidationError as error:
+            problem = field_error(error, list(LayerOptions.model_fields), nested=NESTED_FIELDS)
+            raise InvalidContent(f"config.json: {problem.detail}") from None
+        return LayerSettings(options, parameters, norm, module)
+
+    def _fields_of(self, block: str) -> _FileFields:
+        of_block = self._own_layers.get(block, {}) if isinstance(self._own_layers, dict) else None
+        if not isinstance(of_block, dict):
+            raise InvalidContent(f"{self._own_path}: layers is wrong: expected tables of layers")
+        fields: dict[str, Any] = {**self._own, **of_block}
+        try:
+            return _FileFields.model_validate(fields)
+        except pydantic.ValidationError as error:
+            problem = field_error(error, list(_FileFields.model_fields), nested=NESTED_FIELDS)
+            raise InvalidContent(f"{self._own_path}: {problem.detail}") from None
+
+    def _layout(
+        self, layouts: Mapping[str, Layout], own: _FileFields, config: LayerConfig
+    ) -> Layout:
+        named = own.layout if own.layout != "auto" else config.layout
+        if named is not None and named in layouts:
+            return layouts[named]
+        if len(layouts) == 1 and own.layout == "auto":
+            return next(iter(layouts.values()))
+        raise self._ask("layout", f"names and shapes fit {', '.join(layouts)}")
+
+    def _check_known(self, given: Mapping[str, Any], config: LayerConfig, layout: Layout) -> None:
+        """Raises an error that asks for what neither file says."""
+        if config.fields.get("heads") is None and "heads" not in given:
+            whose = "there is no config.json" if self._config is None else "config.json has none"
+            raise self._ask("heads", f"the number of heads is not known, because {whose}")
+        asks = dict(config.asks)
+        if self._config is None and (layout.rotary_order or layout.alibi):
+            asks["positions"] = "the positions are not known, because there is no config.json"
+        if {"rope", "alibi"} & given.keys():
+            asks.pop("positions", None)
+        for field, reason in asks.items():
+            if field not in given:
+                raise self._ask(field, reason)
+
+    def _ask(self, field: str, reason: str) -> InvalidContent:
+        example = {
+            "heads": "heads = 12",
+            "layout": 'layout = "llama"',
+            "positions": 'positions = "none", rope = {base = 10000.0} or alibi = true',
+            "window": "window = [4095, 0] or window = false",
+            "softcap": "softcap = 50.0 or softcap = false",
+            "scale": "scale = 0.125 or scale = false",
+        }[field]
+        return InvalidContent(f"{reason}; write {example} into {self._own_path}")
+
+
+def _norm_of(config: LayerConfig, own: _FileFields) -> tuple[InputNorm | None, str | None]:
+    if (given := own.input_norm) is not None:
+        numbers = QKNorm(eps=given.eps, offset=given.offset)
+        return InputNorm(numbers, given.kind == "layer"), given.module
+    if config.norm is None:
+        return None, None
+    numbers = QKNorm(eps=config.norm["eps"], offset=config.norm["offset"])
+    return InputNorm(numbers, config.norm["is_centered"]), None
+
+
+def _read(path: Path) -> bytes | None:
+    """Returns the bytes of a file; None if there is none."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        text = file.read(_MAX_BYTES + 1)
+    if len(text) > _MAX_BYTES:
+        raise InvalidContent(f"{path} is too long: expected at most {_MAX_BYTES} bytes")
+    return text
+
+
+def _parsed(path: Path, parse: Callable[[], object]) -> dict[str, Any]:
+    try:
+        document = parse()
+    except (ValueError, RecursionError) as error:
+        raise InvalidContent(f"{path}: {error}") from None
+    if not isinstance(document, dict):
+        raise InvalidContent(f"{path}: expected an object")
+    return document

@@ -1,0 +1,127 @@
+"""The layers that the operator loaded: requests name them, and `GET /v1/layers` lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from qkv.attention.layers.layer import Layer
+from qkv.errors import InvalidContent, NotFound, format_value
+
+__all__ = ["NO_LAYERS", "LoadedCheckpoint", "LoadedLayers", "describe"]
+
+_LISTED: Final = 8  # names in an error
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedCheckpoint:
+    """A checkpoint of the settings.
+
+    Attributes:
+        name: in the settings.
+        layers: by their whole names; none if there is a problem.
+        problem: the reason why it is not served; None: it is.
+    """
+
+    name: str
+    layers: Mapping[str, Layer]
+    problem: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(map(layer_bytes, self.layers.values()))
+
+
+class LoadedLayers:
+    """The loaded layers by name. They do not change while the service runs.
+
+    Args:
+        checkpoints: those of the settings, in order.
+
+    Attributes:
+        checkpoints: as the argument.
+    """
+
+    def __init__(self, checkpoints: Sequence[LoadedCheckpoint] = ()) -> None:
+        self.checkpoints = tuple(checkpoints)
+        self._layers = {name: layer for c in checkpoints for name, layer in c.layers.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._layers
+
+    def __getitem__(self, name: str) -> Layer:
+        return self._layers[name]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of all layers."""
+        return list(self._layers)
+
+    def find(self, name: object) -> Layer:
+        """Returns the layer that the field `name` of a request names.
+
+        Raises:
+            InvalidContent: there is no such layer.
+        """
+        if isinstance(name, str) and name in self._layers:
+            return self._layers[name]
+        raise InvalidContent(
+            f"layer.name is unknown: got {format_value(name)}, expected {self._listing()}",
+            pointer="/layer/name",
+        )
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Returns the description of a layer as JSON.
+
+        Raises:
+            NotFound: there is no such layer.
+        """
+        if name not in self._layers:
+            raise NotFound(
+                f"no layer {name!r:.200}: got an unknown name, expected {self._listing()}"
+            )
+        return describe(self._layers[name])
+
+    def _listing(self) -> str:
+        if not self._layers:
+            return "no name, because the service has loaded no checkpoint"
+        names = list(self._layers)
+        more = ", ... (GET /v1/layers has all)" if len(names) > _LISTED else ""
+        return f"{', '.join(names[:_LISTED])}{more}"
+
+
+def layer_bytes(layer: Layer) -> int:
+    """Returns the bytes of a layer's weights."""
+    return sum(array.nbytes for array in layer.weights.values())
+
+
+def describe(layer: Layer) -> dict[str, Any]:
+    """Returns the description of a loaded layer as JSON."""
+    assert layer.loaded is not None
+    options = layer.options.model_dump(exclude={"layout", "prefix", "input", "softcap", "window"})
+    H, G = layer.heads
+    fields = {name: value for name, value in options.items() if name not in ("heads", "kv_heads")}
+    has_norm = "query_norm.weight" in layer.weights or "key_norm.weight" in layer.weights
+    if not has_norm:
+        fields["qk_norm"] = None
+    return {
+        "name": layer.loaded.name,
+        "layout": layer.layout.name,
+        "prefix": (layer.options.prefix or "").rstrip("."),
+        "dtype": layer.dtype,
+        "heads": H,
+        "kv_heads": G,
+        "head_width": layer.head_width,
+        "width": len(layer.weights["query.weight"]),
+        "output_width": layer.output_width,
+        **fields,
+        "parameters": dict(layer.loaded.parameters),
+        "inputs": ["attention", *(["residual"] if layer.loaded.norm is not None else [])],
+        "bytes": layer_bytes(layer),
+    }
+
+
+NO_LAYERS: Final = LoadedLayers()
+"""The layers of a service without checkpoints."""

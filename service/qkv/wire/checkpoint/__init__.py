@@ -1,0 +1,1 @@
+"""Checkpoints of models: safetensors files, read tensor by tensor."""

@@ -1,0 +1,61 @@
+"""The five commands of docs/serve-a-model.md, one after the other, as a user types them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from support.loaded_checkpoints import minilm_folder
+from support.paths import ROOT
+from support.processes import Process
+
+PAGE: Final = (ROOT / "docs/serve-a-model.md").read_text().partition("## What is loaded")[0]
+BLOCKS: Final[Sequence[tuple[str, str]]] = re.findall(
+    r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
+)
+ADDRESS: Final = "http://127.0.0.1:8000"
+
+pytestmark = pytest.mark.representative
+
+
+def run(words: Sequence[str], folder: Path, url: str) -> str:
+    """Returns what a command prints."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=os.environ | {"QKV_URL": url, "PATH": path, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.replace(url, ADDRESS)
+
+
+def test_five_commands_lead_to_a_heat_map(tmp_path: Path, command: Callable[..., Process]) -> None:
+    (tmp_path / "all-MiniLM-L6-v2").symlink_to(minilm_folder())
+    commands = [(kind, text) for kind, text in BLOCKS if kind]
+    results = [text for kind, text in BLOCKS if not kind]
+    assert [kind for kind, _ in commands] == ["sh", "sh", "python", "sh", "python"]
+    serve = commands[0][1].split()
+    assert serve[:3] == ["qkv", "serve", "--checkpoint"]
+    name, _, folder = serve[3].partition("=")
+    service = command("serve", "--port", "0", "--workers", "1", "--checkpoint",
+        f"{name}={tmp_path / folder}")  # fmt: skip
+    for (kind, text), documented in zip(commands[1:], results, strict=True):
+        if kind == "python":
+            program = text.replace(ADDRESS, service.url)
+            (tmp_path / "program.py").write_text(program)
+            printed = run([sys.executable, "program.py"], tmp_path, service.url)
+        else:
+            printed = run(["bash", "-ec", text], tmp_path, service.url)
+        assert re.sub(r"[0-9.]+ ms", "ms", printed) == re.sub(r"[0-9.]+ ms", "ms", documented)
+    assert (tmp_path / "heads.png").stat().st_size > 10_000
