@@ -161,6 +161,14 @@ def test_parameters_of_the_configuration_are_applied(client: Client) -> None:
     assert torch.equal(plain.output, expected.output)
 
 
+def test_comparison_names_parameters_that_a_variant_lacks(client: Client) -> None:
+    compared = client.compare(["linear"], x=X, layer=GEMMA_NAME, repeats=1)
+    assert compared.notes[:3] == tuple(
+        f"{name} of {GEMMA_NAME} is not applied: linear has no parameter {name!r}."
+        for name in ("window", "softcap", "scale")
+    )
+
+
 def test_parameters_that_a_variant_lacks_are_named(loaded: Server, client: Client) -> None:
     run = client.attend("linear", x=X, layer=GEMMA_NAME)
     assert run.notes == [

@@ -233,20 +233,23 @@ def test_sigterm_under_load_responds_on_all_connections(
         (slow_request_body(1024), SAFETENSORS),
     ]
     seen = list[int | OSError]()
+    served = set[int]()  # a connection that no worker has accepted may get 503
 
     def keep_sending(index: int) -> None:
         with socket.create_connection((host, port), TIMEOUT_S) as connection:
             while True:
                 request = RawRequest(connection, *bodies[index % len(bodies)])
+                served.add(index)
                 seen.append(request.error or request.status * request.whole)
                 if request.error or request.closing or not request.status:
                     return
 
-    def keep_connecting(_: int) -> int | OSError:
+    def keep_connecting(index: int) -> int | OSError:
         """Sends invalid requests, with pauses; returns the last status."""
         with socket.create_connection((host, port), TIMEOUT_S) as connection:
             while True:
                 request = RawRequest(connection, b"", JSON)
+                served.add(200 + index)
                 if request.error or request.closing or not request.status:
                     return request.error or request.status * request.whole
                 time.sleep(0.01)
@@ -254,7 +257,7 @@ def test_sigterm_under_load_responds_on_all_connections(
     with ThreadPoolExecutor(216) as pool:
         loops = [pool.submit(keep_sending, index) for index in range(200)]
         connections = [pool.submit(keep_connecting, index) for index in range(16)]
-        wait_until(lambda: len(seen) > 400)
+        wait_until(lambda: len(seen) > 400 and len(served) == 216)
         service_process.popen.send_signal(signal.SIGTERM)
         for loop in loops:
             loop.result(TIMEOUT_S)

@@ -40,8 +40,13 @@ class Service:
     """
 
     def __init__(self, workers: int, size: int, devices: int, **options: Any) -> None:
+        self._layers: LoadedLayers = options.pop("layers", NO_LAYERS)
         self.shared_state = SharedState(
-            workers, models=tuple(variants()), max_batch_size=32, devices=["cpu"] * devices
+            workers,
+            models=tuple(variants()),
+            max_batch_size=32,
+            devices=["cpu"] * devices,
+            layers=self._layers.names,
         )
         self.shared_memory = SharedMemory(workers, size)
         self.socket_broker = SocketBroker(workers)
@@ -51,7 +56,6 @@ class Service:
         defaults: dict[str, Any] = {
             "max_batch": 32, "stack": True, "verifier": BatchVerifier("off"),
         }  # fmt: skip
-        self._layers: LoadedLayers = options.pop("layers", NO_LAYERS)
         self._options = defaults | options
         self._processes: list[asyncio.Future[bool]] = []
         self.engines = [self.start_device(number) for number in range(devices)]

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qkv.attention.common.guards import are_wide, holds
+from qkv.attention.common.guards import Condition, are_wide, holds, is_finite
 from qkv.attention.layers import input_norm, projection
 from qkv.attention.layers.input_norm import NORM_BIAS, NORM_WEIGHT
 from qkv.attention.layers.layer import FREQUENCIES, SLOPES, Layer
@@ -51,7 +51,8 @@ def project(
         for role in used:
             flat = _project_role(layer, role, embeddings[role], weights)
             projected[role] = _position(plan, role, flat, tensors, weights)
-        if all(holds(t.isfinite()) for t in projected.values()):
+        # a sum takes a tenth of the time of `isfinite`, which took a fifth of a projection at M
+        if all(holds(_is_finite(t)) for t in projected.values()):
             break
     return rest | projected
 
@@ -111,6 +112,11 @@ def project_back(
         if bias is not None:
             gradients[f"{GRADIENT}{role}.bias"] = bias
     return gradients
+
+
+def _is_finite(x: Tensor) -> Condition:
+    """Returns False if a number is not finite; 16 bits would be too few for the sum."""
+    return is_finite(x, torch.promote_types(x.dtype, torch.float32))
 
 
 def _embeddings(

@@ -82,6 +82,7 @@ def _report(
     baseline.take_baseline_rows(variants[0])
     pairs = list(zip(request.variants, variants, strict=True))
     notes = [
+        *(f"{note}." for e in (request.baseline, *request.variants) for note in e.plan.notes),
         *_general_notes(request, baseline, variants),
         *_variant_notes([(request.baseline, baseline), *pairs]),
     ]
