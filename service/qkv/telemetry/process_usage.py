@@ -21,7 +21,7 @@ _START, _VIRTUAL_BYTES, _RESIDENT_PAGES = 19, 20, 21
 
 
 class ProcessUsage(NamedTuple):
-    """What the processes of the service use together.
+    """The usage of all processes of the service together.
 
     Attributes:
         cpu_seconds: user and system time, with that of processes that have exited.
