@@ -34,8 +34,16 @@ def execute(path: Path) -> Any:
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [each for each in cell.outputs if not _is_cleared(each)]
     notebook.metadata = {name: notebook.metadata[name] for name in ("kernelspec",)}
     return notebook
+
+
+def _is_cleared(output: Any) -> bool:
+    """Returns True if an output is what a progress bar leaves: blanks on stderr."""
+    return bool(output.get("name") == "stderr" and not output.text.strip())
 
 
 def main() -> None:

@@ -63,8 +63,8 @@ RIGHT: Final = (Bug(""), Bug("", is_backward=True))
 """The kernels without a bug."""
 
 BUGS: Final = (
-    Bug("output-not-rescaled"),
-    Bug("sum-not-rescaled"),
+    Bug("output-not-rescaled", "online-not-rescaled"),
+    Bug("sum-not-rescaled", "online-not-rescaled"),
     Bug("max-not-subtracted", "max-not-subtracted"),
     Bug("max-starts-at-0", options=CAUSAL),
     Bug("mask-after-max", options=CAUSAL),

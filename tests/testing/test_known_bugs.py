@@ -39,6 +39,8 @@ BUGS: list[tuple[str, str, dict[str, Any]]] = [
     ("normalizer-missing", "normalizer-missing", {}),
     ("max-not-subtracted", "max-not-subtracted", {}),
     ("nan-from-masked-row", "nan-from-masked-row", {"strict": True}),
+    ("output-not-rescaled", "online-not-rescaled", {}),
+    ("sum-not-rescaled", "online-not-rescaled", {"causal": True}),
     ("value-transposed", "value-transposed", {}),
     ("heads-swapped", "heads-swapped", {}),
 ]
@@ -71,6 +73,114 @@ def test_pair_of_planted_bugs_is_named_first(
     report = verify(flash_kernel(*planted), "softmax", **FAST, **options)
     assert report.diagnosis
     assert report.diagnosis[0] == name, report
+
+
+@pytest.mark.parametrize("block", [1, 32, 64, 128])
+@pytest.mark.parametrize(
+    "planted",
+    [["output-not-rescaled"], ["sum-not-rescaled"], ["output-not-rescaled", "sum-not-rescaled"]],
+)
+def test_missing_rescaling_is_named_for_each_size_of_block(planted: list[str], block: int) -> None:
+    report = verify(flash_kernel(*planted, block=block), "softmax", **FAST)
+    assert not report.passed
+    assert report.diagnosis[:1] == ["online-not-rescaled"], report
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "dtype"),
+    [(1e-3, "float32"), (1e-5, "float32"), (1e-6, "float64"), (1e-9, "float64")],
+)
+def test_epsilon_in_the_denominator_is_named(epsilon: float, dtype: str) -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        K = query.shape[1] // key.shape[1]
+        scores = query @ key.repeat_interleave(K, 1).mT * query.shape[-1] ** -0.5
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        total = weights.sum(-1, keepdim=True) + epsilon
+        output: Tensor = (weights / total) @ value.repeat_interleave(K, 1)
+        return output
+
+    report = verify(attend, "softmax", dtype=dtype, gradients=False)
+    assert not report.passed
+    assert report.diagnosis[:1] == ["epsilon-in-denominator"], report
+
+
+@pytest.mark.parametrize("is_blind_nan", [True, False])
+def test_nan_of_blind_rows_is_named_beside_nan_of_hidden_values(is_blind_nan: bool) -> None:
+    """A kernel that multiplies hidden values by 0 also fails where they are NaN."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        K = query.shape[1] // key.shape[1]
+        scores = query @ key.repeat_interleave(K, 1).mT * query.shape[-1] ** -0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        weights = scores.softmax(-1)
+        if not is_blind_nan:
+            weights = weights.nan_to_num(0.0)
+        output: Tensor = weights @ value.repeat_interleave(K, 1)
+        return output
+
+    report = verify(attend, "softmax", strict=True, **FAST)
+    failed = {case.family for case in report.failures}
+    assert failed == {"nan behind mask"} | ({"blind mask"} if is_blind_nan else set())
+    name = "nan-from-masked-row" if is_blind_nan else "nan-from-hidden-value"
+    assert report.diagnosis[:1] == [name], report
+
+
+def linear_kernel(phi: Callable[[Tensor], Tensor], is_normalized: bool) -> Attention:
+    """Returns linear attention with a feature map, without its normaliser on request."""
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_lengths: Tensor | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        K, S = query.shape[1] // key.shape[1], key.shape[2]
+        weights = phi(query) @ phi(key).repeat_interleave(K, 1).mT
+        if causal:
+            weights = weights.tril()
+        if key_lengths is not None:
+            weights = weights * (torch.arange(S) < key_lengths.view(-1, 1, 1, 1))
+        total = weights.sum(-1, keepdim=True)
+        if is_normalized:
+            weights = weights / torch.where(total == 0, 1.0, total)
+        output: Tensor = weights @ value.repeat_interleave(K, 1)
+        return output
+
+    return attend
+
+
+def elu_plus_1(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "exp": torch.exp,
+    "softplus": torch.nn.functional.softplus,
+    "sigmoid": torch.sigmoid,
+    "relu squared": lambda x: x.relu().square(),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_another_feature_map_of_linear_is_named(name: str, causal: bool) -> None:
+    skip = ["large", "steep", "one-hot", "tiny"]  # products overflow or underflow float32
+    report = verify(linear_kernel(MAPS[name], True), "linear", skip=skip, causal=causal, **FAST)
+    assert not report.passed
+    assert report.diagnosis[:1] == ["feature-map-wrong"], report
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_missing_normalizer_of_linear_is_named(causal: bool) -> None:
+    right = verify(linear_kernel(elu_plus_1, True), "linear", causal=causal, **FAST)
+    assert right.passed, right
+    report = verify(linear_kernel(elu_plus_1, False), "linear", causal=causal, **FAST)
+    assert not report.passed
+    assert report.diagnosis[:1] == ["normalizer-missing"], report
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from qkv.attention.catalogue import find, variants
+from qkv.client.progress_bar import ProgressBar
 from qkv.errors import QkvError
 from qkv.testing import FAMILIES, Report, assert_matches, verify
 from qkv.testing.budget import output_budget
-from qkv.testing.families import draw
+from qkv.testing.families import choose_sizes, draw
 from qkv.testing.plain_softmax import evaluate
 from qkv.testing.truth import find_truth
 from support.flash_kernel import flash_kernel
@@ -28,6 +29,33 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Returns softmax attention without keywords and without grouped heads."""
     scores: Tensor = query @ key.mT * query.shape[-1] ** -0.5
     return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "planes"),
+    [
+        ("normal", {"L": 300}, (2, 4, 4)),  # 90,000 pairs
+        ("normal", {"L": 600}, (1, 2, 2)),
+        ("normal", {"L": 600, "S": 600, "H": 8}, (1, 8, 8)),
+        ("normal", {"L": 600, "B": 3, "G": 1}, (3, 2, 1)),
+        ("grouped heads", {"L": 600}, (1, 4, 2)),
+        ("padding", {"S": 600}, (2, 2, 2)),
+    ],
+)
+def test_long_inputs_have_fewer_items_and_heads(
+    family: str, sizes: dict[str, int], planes: tuple[int, int, int]
+) -> None:
+    """An item of `padding` has a length of its own, and only groups of several heads show a bug."""
+    drawn = choose_sizes(find("softmax"), FAMILIES[family], sizes, {})
+    assert tuple(drawn[x] for x in "BHG") == planes
+    assert drawn.items() >= sizes.items()
+
+
+def test_progress_counts_the_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[tuple[int, int, str]] = []
+    monkeypatch.setattr(ProgressBar, "show", lambda _, *step: steps.append(step))
+    verify(plain, "softmax", dtype="float32", families=["normal", "steep"], gradients=False)
+    assert steps == [(0, 2, "float32, normal"), (1, 2, "float32, steep"), (2, 2, "diagnosis")]
 
 
 def test_drawn_projections_have_the_rank_of_the_parameter() -> None:

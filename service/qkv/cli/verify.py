@@ -30,7 +30,6 @@ from qkv.cli.oracle import check_case_suffix
 from qkv.cli.output import echo
 from qkv.cli.own_variants import add_own_variants
 from qkv.cli.service import line_width
-from qkv.client.progress_bar import ProgressBar
 from qkv.errors import InvalidContent, QkvError
 from qkv.tensors import DTYPES, RawTensor
 from qkv.wire import json
@@ -38,9 +37,6 @@ from qkv.wire.message import Message
 
 if TYPE_CHECKING:
     from qkv.testing import Check, Report
-    from qkv.testing.call import Call
-    from qkv.testing.case_spec import CaseSpec
-    from qkv.testing.function_runner import Outcome
 
 __all__ = ["verify"]
 
@@ -178,30 +174,18 @@ def _verify_program(
     seed: int | None,
     timeout: float | None,
 ) -> Report:
-    """Runs a program on all families, with a progress bar."""
+    """Runs a program on all families."""
     typed = typed_flags(exec=command, sizes=sizes, seed=seed)
     with one_line_errors(typed | typed_parameters(parameters)):
         add_own_variants()
         from qkv.testing.program import Program
-        from qkv.testing.verification import select_dtypes, select_families, verify_runner
+        from qkv.testing.verification import verify_runner
 
         program = Program(command, needs_gradients=gradients, **drop_unset(timeout_s=timeout))
-        total = len(select_families(families, skip or (), strict)) * len(select_dtypes(dtype))
-        bar, done = ProgressBar("case"), 0
-
-        def run(spec: CaseSpec, call: Call) -> Outcome:
-            nonlocal done
-            bar.show(done, total, f"{spec.dtype}, {spec.family}")
-            done += 1
-            return program(spec, call)
-
         given = drop_unset(dtype=dtype, families=families, skip=skip, sizes=sizes, seed=seed)
         values = dict(map(parse_parameter, parameters))
-        try:
-            with _exit_on_stop_signals():
-                return verify_runner(run, variant, values, name=command, strict=strict, **given)
-        finally:
-            bar.close()
+        with _exit_on_stop_signals():
+            return verify_runner(program, variant, values, name=command, strict=strict, **given)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ _START, _VIRTUAL_BYTES, _RESIDENT_PAGES = 19, 20, 21
 
 
 class ProcessUsage(NamedTuple):
-    """The use of the machine by all processes of the service together.
+    """The usage of all processes of the service together.
 
     Attributes:
         cpu_seconds: user and system time, with that of processes that have exited.

@@ -22,6 +22,8 @@ __all__ = ["FAMILIES", "Family", "NotDrawn", "choose_sizes", "draw"]
 
 _BASE: Final = {"B": 2, "H": 4, "L": 32, "S": 32, "D": 16, "E": 16, "I": 16, "O": 8}
 
+_MANY_PAIRS: Final = 1 << 17  # of a query and a key: from here on fewer items and heads are drawn
+
 Tensors = dict[str, Tensor]
 Change = Callable[[Tensors, Generator, torch.dtype], None]
 
@@ -114,12 +116,15 @@ def choose_sizes(
         NotDrawn: the sizes do not fit the family.
         InvalidContent: a parameter is invalid.
     """
-    known = {**_BASE, **family.sizes, **given}
+    usual = {**_BASE, **family.sizes}
+    known = {**usual, **given}
     if ("L" in given) != ("S" in given):  # the family's difference stays
         one, other = ("L", "S") if "L" in given else ("S", "L")
-        usual = {**_BASE, **family.sizes}
         if usual[other] > 1:  # one query stays one
             known[other] = max(1, known[one] + usual[other] - usual[one])
+    if known["L"] * known["S"] > _MANY_PAIRS:
+        # items of a family with a keyword have their own masks or lengths
+        known |= {"B": 2 if family.keyword else 1, "H": 2 * family.group, **given}
     letters = {x for i in variant.inputs.values() for x in i.letters if not fixed_size(x)}
     if "G" in letters:
         group = family.group

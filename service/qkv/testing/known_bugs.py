@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from qkv.testing.call import Call
+from qkv.testing.plain_softmax import EPSILONS, FORGOTTEN
 
-__all__ = ["KNOWN_BUGS", "LOW_PRECISION", "Change"]
+__all__ = ["ALONE", "KNOWN_BUGS", "LOW_PRECISION", "Change"]
 
 Change = Callable[[Call], Call]
 """Returns the call with the bug; the same call if the bug has no effect on it."""
@@ -55,6 +56,29 @@ def _flag(name: str, parameter: str = "") -> Change:
         if "query" not in call.inputs or (parameter and call.parsed.get(parameter) is None):
             return call
         return replace(call, flags=call.flags | {name})
+
+    return change
+
+
+def _both(first: Change, second: Change) -> Change:
+    return lambda call: second(first(call))
+
+
+def _features(function: Callable[[Tensor], Tensor]) -> Change:
+    """Returns the change of the feature map of `linear` to another positive function.
+
+    Its own map, elu(x) + 1, has an inverse: the queries and keys become those that it maps to the
+    other features.
+    """
+
+    def as_input(x: Tensor) -> Tensor:
+        features = function(x.double())
+        return torch.where(features > 1, features - 1, features.log())
+
+    def change(call: Call) -> Call:
+        if call.variant.name != "linear":
+            return call
+        return _both(_on_input("query", as_input), _on_input("key", as_input))(call)
 
     return change
 
@@ -199,9 +223,20 @@ KNOWN_BUGS: Final[Mapping[str, tuple[Change, ...]]] = {
     "gqa-tiled": (_tile,),
     "softcap-after-mask": (_flag("cap-after-mask", "softcap"),),
     "softcap-missing": (_switched_off("softcap", None),),
-    "normalizer-missing": (_flag("no-sum"), _flag("no-sum-no-max")),
+    "normalizer-missing": (
+        _flag("no-sum"), _flag("no-sum-no-max"), _switched_off("normalize", False)
+    ),
+    "epsilon-in-denominator": tuple(map(_flag, EPSILONS)),
+    "online-not-rescaled": tuple(map(_flag, FORGOTTEN)),
     "max-not-subtracted": (_flag("no-max"),),
-    "nan-from-masked-row": (_flag("blind-nan"),),
+    "nan-from-masked-row": (
+        _flag("blind-nan"), _both(_flag("blind-nan"), _flag("nan-spreads"))
+    ),
+    "nan-from-hidden-value": (_flag("nan-spreads"),),
+    "feature-map-wrong": (
+        _features(torch.relu), _features(torch.exp), _features(torch.nn.functional.softplus),
+        _features(torch.sigmoid), _features(lambda x: x.relu().square()),
+    ),
     "value-transposed": (
         _on_input("value", _read_transposed), _on_input("value", _write_transposed)
     ),
@@ -211,6 +246,9 @@ KNOWN_BUGS: Final[Mapping[str, tuple[Change, ...]]] = {
     ),
 }  # fmt: skip
 """The changes of each known bug, by the name that a diagnosis states."""
+
+ALONE: Final = {"epsilon-in-denominator", "online-not-rescaled"}
+"""The bugs that are in no pair: they have many changes, and would double the number of pairs."""
 
 OUTPUT_FLAGS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "swapped-output": _positions_as_heads,

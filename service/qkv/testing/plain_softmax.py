@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,20 @@ from torch import Tensor
 from qkv.testing.call import Call
 from qkv.testing.visibility import visible_keys
 
-__all__ = ["OVERFLOW", "Evaluation", "evaluate"]
+__all__ = ["EPSILONS", "FORGOTTEN", "OVERFLOW", "Evaluation", "evaluate"]
 
 OVERFLOW = 88.72
 """exp of a greater number is infinite in float32."""
+
+EPSILONS: Final = {f"epsilon-1e-{n}": 10.0**-n for n in range(2, 13)}
+"""Flags: the number that is added to the sum of a row."""
+
+FORGOTTEN: Final = {
+    f"not-rescaled-{'-'.join(parts)}-{block}": (parts, block)
+    for parts in (("output",), ("sum",), ("output", "sum"))
+    for block in (1, 16, 32, 64, 128)
+}
+"""Flags: what an online softmax does not rescale if its maximum grows, and its keys in a block."""
 
 
 class Evaluation(NamedTuple):
@@ -51,8 +61,8 @@ class Evaluation(NamedTuple):
 def evaluate(call: Call) -> Evaluation:
     """Computes softmax attention, changed by the flags of the call.
 
-    The flags are `cap-after-mask`, `no-sum`, `no-sum-no-max`, `no-max` and `blind-nan`. The result
-    is differentiable by autograd.
+    The flags are `cap-after-mask`, `no-sum`, `no-sum-no-max`, `no-max`, `blind-nan`, `nan-spreads`,
+    and those of `EPSILONS` and `FORGOTTEN`. The result is differentiable by autograd.
     """
     inputs, parameters, flags = call.exact_inputs, call.parsed, call.flags
     query, H = inputs["query"], inputs["query"].shape[1]
@@ -74,13 +84,34 @@ def evaluate(call: Call) -> Evaluation:
     if without_max:
         weights = weights.masked_fill(scores.detach() > OVERFLOW, torch.inf)
         weights = weights.masked_fill(scores.detach() < -OVERFLOW, 0.0)
+    weights, summed = _forget(weights, scores.detach(), flags)
     is_normalized = not flags & {"no-sum", "no-sum-no-max"}
     if is_normalized:
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / (total if without_max else total.masked_fill(is_blind, 1.0))
+        total = summed.sum(-1, keepdim=True)
+        total = total if without_max else total.masked_fill(is_blind, 1.0)
+        weights = weights / (total + sum(EPSILONS.get(flag, 0.0) for flag in flags))
     if "blind-nan" in flags:
         weights = weights.masked_fill(is_blind, torch.nan)
     output = weights @ value
+    if "nan-spreads" in flags:  # a hidden value that is NaN has the weight 0
+        is_nan = call.inputs["value"].isnan().any(2, keepdim=True)
+        output = output.masked_fill(is_nan.repeat_interleave(H // is_nan.shape[1], 1), torch.nan)
+    is_normalized = is_normalized and not flags & FORGOTTEN.keys()
     return Evaluation(
         query, key, value, scale, softcap, products, scores, visible, weights, is_normalized, output
     )
+
+
+def _forget(weights: Tensor, scores: Tensor, flags: frozenset[str]) -> tuple[Tensor, Tensor]:
+    """Returns the weights of the values and those of the sum, as an online softmax has them.
+
+    Without rescaling, they are relative to the largest score up to the end of their own block.
+    """
+    summed = weights
+    for parts, block in (FORGOTTEN[flag] for flag in flags & FORGOTTEN.keys()):
+        tops = torch.stack([part.amax(-1) for part in scores.split(block, -1)], -1)
+        top = tops.cummax(-1).values.repeat_interleave(block, -1)[..., : scores.shape[-1]]
+        early = (scores - top.masked_fill(top == -torch.inf, 0.0)).exp()
+        summed = early if "sum" in parts else weights
+        weights = early if "output" in parts else weights
+    return weights, summed

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
+from qkv.client.progress_bar import ProgressBar
 from qkv.errors import InvalidContent
 from qkv.testing.call import Call
 from qkv.testing.case_spec import DTYPES, CaseSpec
@@ -26,8 +28,6 @@ __all__ = [
     "Runner",
     "assert_matches",
     "check_outcome",
-    "select_dtypes",
-    "select_families",
     "verify",
     "verify_runner",
 ]
@@ -154,9 +154,9 @@ def verify_runner(
     skip = list(skip)
     spec = CaseSpec(variant, parameters=dict(parameters), sizes=dict(sizes or {}), seed=seed)
     spec.check()
-    names = select_families(families, skip, strict)
-    pairs = itertools.product(select_dtypes(dtype), names)
-    ran, diagnosis = _run_cases(run, (replace(spec, family=f, dtype=d) for d, f in pairs))
+    names = _select_families(families, skip, strict)
+    pairs = itertools.product(_select_dtypes(dtype), names)
+    ran, diagnosis = _run_cases(run, [replace(spec, family=f, dtype=d) for d, f in pairs])
     checks = [Check(n, "", "output", None, not_run="skipped on request") for n in skip] + ran
     return Report(
         function=name,
@@ -168,24 +168,29 @@ def verify_runner(
     )
 
 
-def _run_cases(run: Runner, specs: Iterable[CaseSpec]) -> tuple[list[Check], list[str]]:
+def _run_cases(run: Runner, specs: Sequence[CaseSpec]) -> tuple[list[Check], list[str]]:
     """Returns the checks of all cases, and the names of the bugs that explain them."""
     checks: list[Check] = []
     observations: list[Observation] = []
-    for spec in specs:
-        try:
-            call = spec.draw_unchecked()
-        except NotDrawn as reason:
-            checks.append(Check(spec.family, spec.dtype, "output", None, not_run=str(reason)))
-            continue
-        of_case, observation = check_outcome(spec.family, call, run(spec, call))
-        checks += of_case
-        if observation is not None:
-            observations.append(observation)
-    return checks, diagnose(observations)
+    with closing(ProgressBar("case")) as bar:
+        for done, spec in enumerate(specs):
+            bar.show(done, len(specs), f"{spec.dtype}, {spec.family}")
+            try:
+                call = spec.draw_unchecked()
+            except NotDrawn as reason:
+                checks.append(Check(spec.family, spec.dtype, "output", None, not_run=str(reason)))
+                continue
+            of_case, observation = check_outcome(spec.family, call, run(spec, call))
+            checks += of_case
+            if observation is not None:
+                observations.append(observation)
+        bar.show(len(specs), len(specs), "diagnosis")
+        return checks, diagnose(observations)
 
 
-def select_families(families: Iterable[str] | None, skip: Iterable[str], strict: bool) -> list[str]:
+def _select_families(
+    families: Iterable[str] | None, skip: Iterable[str], strict: bool
+) -> list[str]:
     """Returns the names of the families that run, in order.
 
     Raises:
@@ -244,7 +249,7 @@ def _add_gradients(
     return Outcome({}, f"gradients: {both.problem or both.not_run}"), gradients
 
 
-def select_dtypes(dtype: Dtype | Iterable[Dtype] | None) -> list[str]:
+def _select_dtypes(dtype: Dtype | Iterable[Dtype] | None) -> list[str]:
     """Returns the names of the dtypes that run; None: all of them.
 
     Raises:
