@@ -103,7 +103,8 @@ class Client:
                 `effective_keys` and `received` instead of `weights`.
             **inputs_and_parameters: arrays are inputs: `query` (B,H,L,D), `key` (B,G,S,D),
                 `value` (B,G,S,E), `mask`, `key_lengths` (B), `alibi_slopes` (H), `sinks` (H), or
-                `x` (B,L,M) with a layer. All other values are parameters, such as `causal=True`.
+                `x` (B,L,M) with a layer. `state` is the state of another run, `run.state`, which
+                `outputs` names as "state". All other values are parameters, such as `causal=True`.
 
         Raises:
             QkvError: the service rejected the request. The class gives the kind of error, and

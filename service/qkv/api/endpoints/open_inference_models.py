@@ -26,6 +26,7 @@ from qkv.attention.signature import Input, Output, fixed_size
 from qkv.attention.variant import Variant
 from qkv.engine.job_executor import JobExecutor
 from qkv.errors import NotFound, QkvError, ServiceUnavailable
+from qkv.jobs.state import SUMS
 from qkv.telemetry.model_stats import ModelStats
 from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
@@ -267,16 +268,16 @@ def _metadata(variant: Variant) -> ModelMetadata:
                     [DATATYPES[d] for d in spec.dtypes], list(spec.letters), spec.is_optional
                 ),
             )
-            for spec in variant.inputs.values()
+            for spec in variant.tensors.values()
         ),
         outputs=tuple(
             OutputMetadata(
                 spec.name,
-                "FP32",
+                datatype,
                 _sizes(spec),
                 OutputParameters(list(spec.letters), spec.name != default_output(variant)),
             )
-            for spec in variant.outputs.values()
+            for spec, datatype in _outputs(variant)
         ),
     )
 
@@ -296,10 +297,10 @@ def _config(variant: Variant, engine: JobExecutor, instances: int) -> ModelConfi
         max_batch_size=0,
         input=tuple(
             InputConfig(i.name, f"TYPE_{_datatype(i.dtypes)}", _sizes(i), i.is_optional)
-            for i in variant.inputs.values()
+            for i in variant.tensors.values()
         ),
         output=tuple(
-            OutputConfig(o.name, "TYPE_FP32", _sizes(o)) for o in variant.outputs.values()
+            OutputConfig(o.name, f"TYPE_{datatype}", _sizes(o)) for o, datatype in _outputs(variant)
         ),
         instance_group=(
             ModelInstances(
@@ -324,6 +325,15 @@ def _statistics(models: ModelStats, *names: str) -> StatisticsResponse:
             for name in names
         )
     )
+
+
+def _outputs(variant: Variant) -> list[tuple[Input | Output, str]]:
+    """Returns the outputs and the tensors of the state, with the datatype to report of each."""
+    state = {} if variant.state is None else variant.state.inputs
+    outputs: list[tuple[Input | Output, str]] = [(o, "FP32") for o in variant.outputs.values()]
+    return outputs + [
+        (s, "FP64" if s.name == SUMS else _datatype(s.dtypes)) for s in state.values()
+    ]
 
 
 def _sizes(spec: Input | Output) -> list[int]:
