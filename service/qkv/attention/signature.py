@@ -18,8 +18,21 @@ from jaxtyping import AbstractArray
 from qkv.attention.variant_file import BrokenRule, one_line
 from qkv.tensors import DTYPES, FLOATING
 
-__all__ = ["Input", "Output", "Signature", "fixed_size", "read_signature"]
+__all__ = [
+    "STATE",
+    "VERSION",
+    "Input",
+    "Output",
+    "Signature",
+    "State",
+    "fixed_size",
+    "read_signature",
+]
 
+STATE: Final = "state."
+"""The beginning of the names of a state's tensors."""
+VERSION: Final = f"{STATE}version"
+"""The tensor that says what a state belongs to; the engine adds it to those of the variant."""
 _FROM_ENGINE: Final = ("outputs", "plane_BH")  # arguments from the engine, not from the request
 _RESERVED: Final = ("grad_output",)  # inputs that a request has beside the variant's
 _PROJECTED: Final = ("query", "key", "value")  # inputs that a layer computes from embeddings
@@ -72,6 +85,20 @@ class Output:
     is_exact: bool
 
 
+class State(NamedTuple):
+    """The tensors that the next tokens need: an argument of `attend`, and one of its outputs.
+
+    Attributes:
+        argument: the name of the argument, which is a NamedTuple of tensors.
+        kind: the NamedTuple.
+        inputs: its tensors, named `state.<field>`.
+    """
+
+    argument: str
+    kind: type[Any]
+    inputs: Mapping[str, Input]
+
+
 class Signature(NamedTuple):
     """The contents of the signature of `attend`.
 
@@ -81,6 +108,7 @@ class Signature(NamedTuple):
         parameters: the arguments after the `*`, as a model that validates them.
         from_engine: the arguments that the engine passes: `outputs`, `plane_BH`.
         returns_tensor: `attend` returns the output itself, not a NamedTuple.
+        state: what `attend` takes and returns of the tokens before; None: nothing.
     """
 
     inputs: Mapping[str, Input]
@@ -88,6 +116,7 @@ class Signature(NamedTuple):
     parameters: type[pydantic.BaseModel]
     from_engine: frozenset[str]
     returns_tensor: bool
+    state: State | None
 
 
 class _Array(NamedTuple):
@@ -131,7 +160,13 @@ def read_signature(module: ModuleType, name: str) -> Signature:
             )
         (tensors if p.kind is p.POSITIONAL_OR_KEYWORD else options).append(p)
     wider = getattr(module, "MAY_BE_WIDER", ())
-    inputs = [_read_input(p, hints[p.name], wider) for p in tensors if p.name not in _FROM_ENGINE]
+    count = sum(p.name != "state" and p.name not in _FROM_ENGINE for p in options)
+    state = next((s for p in tensors if (s := _read_state(p.name, hints[p.name], count))), None)
+    inputs = [
+        _read_input(p, hints[p.name], wider)
+        for p in tensors
+        if p.name not in _FROM_ENGINE and (state is None or p.name != state.argument)
+    ]
     _check_inputs(inputs)
     outputs, returns_tensor = _read_outputs(hints)
     _check_outputs(inputs, outputs, has_hook=hasattr(module, "infer_sizes"))
@@ -143,7 +178,7 @@ def read_signature(module: ModuleType, name: str) -> Signature:
     from_engine = frozenset(p.name for p in options if p.name in _FROM_ENGINE)
     return Signature(
         {i.name: i for i in inputs}, {o.name: o for o in outputs}, parameters, from_engine,
-        returns_tensor,
+        returns_tensor, state,
     )  # fmt: skip
 
 
@@ -174,6 +209,31 @@ def _read_input(parameter: inspect.Parameter, hint: Any, wider: Collection[str])
     return Input(
         name, argument, letters, broadcasts, dtypes, is_optional, may_omit_last, name in wider
     )
+
+
+def _read_state(argument: str, hint: Any, parameter_count: int) -> State | None:
+    """Returns the state of an argument whose annotation is a NamedTuple of arrays, or None.
+
+    Its version has four numbers, and one for each parameter.
+    """
+    version = Input(
+        VERSION, VERSION, ("B", str(4 + parameter_count)), False, ("int64",), is_optional=True
+    )
+    for kind in typing.get_args(hint):
+        if inspect.isclass(kind) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+            fields = typing.get_type_hints(kind)
+            specs = [_read_field(name, fields[name]) for name in kind._fields]
+            return State(argument, kind, {spec.name: spec for spec in (version, *specs)})
+    return None
+
+
+def _read_field(field: str, hint: Any) -> Input:
+    arrays, name = _arrays(hint), f"{STATE}{field}"
+    if not arrays:
+        raise BrokenRule(f"{name} is no array: got {_type_name(hint)}, expected {_ARRAY}")
+    _check_letters(name, arrays[0].letters)
+    dtypes = tuple(d for d in DTYPES if any(d in array.dtypes for array in arrays))
+    return Input(name, name, arrays[0].letters, False, dtypes, is_optional=True)
 
 
 def _check_inputs(inputs: list[Input]) -> None:

@@ -30,9 +30,10 @@ class AxisSizes(NamedTuple):
     sizes: dict[str, int]
     omitted: frozenset[str]
 
-    def output_shape(self, output: Output) -> Shape:
+    def output_shape(self, output: Output | Input) -> Shape:
         """Returns the shape of an output in the response."""
-        return tuple(self.sizes[x] for x in output.letters if x not in self.omitted)
+        omitted = self.omitted if len(output.letters) > 1 else ()  # a list at any rank
+        return tuple(self.sizes[x] for x in output.letters if x not in omitted)
 
 
 def omitted_axes(name: str, letters: tuple[str, ...], shape: Shape) -> frozenset[str]:
@@ -66,12 +67,12 @@ def bind_axes(variant: Variant, shapes: Mapping[str, Shape], omitted: frozenset[
     Raises:
         InvalidContent: a rank or a size does not fit, or an axis is empty.
     """
-    axes = [x for i in variant.inputs.values() for x in i.letters]
+    axes = [x for i in variant.tensors.values() for x in i.letters]
     axes += [x for o in variant.outputs.values() for x in o.letters]
     sizes = {x: size for x in axes if (size := fixed_size(x)) is not None}
     owners = dict.fromkeys(sizes, variant.name)
     full_shapes = {}
-    for spec in sorted((variant.inputs[n] for n in shapes), key=lambda i: i.broadcasts):
+    for spec in sorted((variant.tensors[n] for n in shapes), key=lambda i: i.broadcasts):
         shape = _full_shape(spec, shapes[spec.name], omitted)
         for letter, size in zip(spec.letters, shape, strict=True):
             if spec.broadcasts and size == 1:

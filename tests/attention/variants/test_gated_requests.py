@@ -69,7 +69,7 @@ def test_gates_omit_the_axes_that_the_query_omits(rank: int, channels: tuple[int
         log_decay=(*lead, 5, *channels), beta=(*lead, 5),
     )  # fmt: skip
     found = attend(inputs, parameters={"rule": "gated_delta"})
-    full = {n: torch.from_numpy(x) for n, x in inputs.items()}
+    full: dict[str, Any] = {n: torch.from_numpy(x) for n, x in inputs.items()}
     if rank == 3:  # without the heads
         full = {n: x[:, None] for n, x in full.items()}
     elif rank == 2:

@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention.common.gated_inputs import GatedInputs, gradients, run
+from qkv.attention.common.gated_state import State, run_from, sums_of
 from qkv.attention.common.gradients import normalize_size, scale_back
 from qkv.attention.common.guards import are_wide, holds, is_finite
 from qkv.attention.common.recurrence import Chunks
@@ -44,6 +45,7 @@ MAY_BE_WIDER: Final = ("log_decay", "beta")
 
 
 Rule = Literal["linear", "gated", "delta", "gated_delta"]
+Form = Literal["exact", "compact"]
 
 
 class Gated(NamedTuple):
@@ -52,6 +54,7 @@ class Gated(NamedTuple):
     output: Float[Tensor, "B H S E"] | None = None
     weights: Float32[Tensor, "B H S S"] | Float64[Tensor, "B H S S"] | None = None
     state_weights: Float32[Tensor, "B H S D"] | Float64[Tensor, "B H S D"] | None = None
+    state: State | None = None
     backend: str = "chunks"
 
 
@@ -83,25 +86,40 @@ def infer_sizes(
             raise InvalidContent(
                 f"gated needs {name} for the rule {rule}: missing from inputs", pointer="/inputs"
             )
-        if name in inputs and sizes["T"] != T:
-            raise InvalidContent(
-                f"{name} has the wrong number of heads: got {sizes['T']}, expected {T}, the larger "
-                "one of key and value",
-                pointer=f"/inputs/{name}",
-            )
+    if (found := sizes.get("T", T)) != T:
+        name = next(n for n in ("log_decay", "beta", "state.sums") if n in inputs)
+        raise InvalidContent(
+            f"{name} has the wrong number of heads: got {found}, expected {T}, the larger one of "
+            "key and value",
+            pointer=f"/inputs/{name}",
+        )
     if (Z := sizes.get("Z", 1)) not in (1, D):
         raise InvalidContent(
             f"log_decay has the wrong number of channels: got {Z}, expected D={D}, or no axis for "
             "one decay per head",
             pointer="/inputs/log_decay",
         )
-    return {"H": max(J, T), "T": T, "Z": Z}
+    if (C := sizes.get("C", parameters.chunk - 1)) != parameters.chunk - 1:
+        raise InvalidContent(
+            f"state.tail_key has the wrong number of tokens: got {C}, expected chunk - 1 = "
+            f"{parameters.chunk - 1}",
+            pointer="/inputs/state.tail_key",
+        )
+    return {"H": max(J, T), "T": T, "Z": Z, "C": C}
 
 
 _USED_BY: Final[Mapping[str, tuple[str, str]]] = {
     "log_decay": ("gated", "gated_delta"),
     "beta": ("delta", "gated_delta"),
 }
+
+
+def state_fields(parameters: Any) -> Collection[str]:
+    """Returns the fields of a state that a rule and a form have."""
+    if parameters.state == "compact":
+        return ("sums",)
+    gates = (f"tail_{name}" for name, rules in _USED_BY.items() if parameters.rule in rules)
+    return ("sums", "tail_length", "tail_key", "tail_value", *gates)
 
 
 def flops(sizes: Mapping[str, int]) -> int:
@@ -117,6 +135,7 @@ def attend(
     log_decay_BTSZ: Float[Tensor, "B T S #Z"] | None = None,
     beta_BTS: Float[Tensor, "B T S"] | None = None,
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     rule: Annotated[
         Rule,
@@ -133,6 +152,13 @@ def attend(
     chunk: Annotated[
         int, Field(ge=2, le=256, description="The number of tokens that are processed at once.")
     ] = 64,
+    state: Annotated[
+        Form,
+        Field(
+            description="The form of the state that is returned. exact: the output has the same "
+            "bits however the sequence is cut. compact: sums alone."
+        ),
+    ] = "exact",
     outputs: frozenset[str],
 ) -> Gated:
     """Computes a rule.
@@ -145,9 +171,11 @@ def attend(
         beta_BTS: a delta rule erases along e = beta k, and writes w = beta v. The others write v.
         key_lengths_B: tokens at and after this position are padding: they leave the state as it
             was, and their output is zero.
-        rule, scale, normalize_qk, chunk: see their descriptions.
-        outputs: the names of the outputs to return: "output", "weights", "state_weights". The last
-            one are the weights of the rows of the state before the first token.
+        past: the state behind the tokens before these. Sums alone are compact.
+        rule, scale, normalize_qk, chunk, state: see their descriptions.
+        outputs: the names of the outputs to return: "output", "weights", "state_weights", "state".
+            Weights are those of these tokens, and state_weights those of the rows of the state
+            before them.
     """
     inputs = GatedInputs.of(
         query_BJSD, key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS, key_lengths_B, rule, scale,
@@ -155,14 +183,16 @@ def attend(
     )  # fmt: skip
     S, dtype = query_BJSD.shape[2], query_BJSD.dtype
     exact = score_dtype(dtype)
-    output = matrix = state_weights = None
-    if "output" in outputs:
+    output = matrix = state_weights = behind = None
+    if past is not None or "state" in outputs:
+        output, behind = run_from(inputs, past, chunk, state)
+    elif "output" in outputs:
         output = _output(inputs, exact, chunk).to(dtype)
     if "weights" in outputs:
         matrix = _row_function(inputs, chunk)(slice(0, S)).to(exact)
     if "state_weights" in outputs:
         state_weights = _state_weights(inputs, chunk).to(exact)
-    return Gated(output, matrix, state_weights)
+    return Gated(output, matrix, state_weights, behind)
 
 
 def weights(
@@ -256,44 +286,61 @@ def reference(
     log_decay_BTSZ: Tensor | None = None,
     beta_BTS: Tensor | None = None,
     key_lengths_B: Tensor | None = None,
+    past: State | None = None,
     *,
     rule: str = "linear",
     scale: float | None = None,
     normalize_qk: bool = False,
     chunk: int = 64,
+    state: str = "exact",
 ) -> Gated:
     """Computes the same in plain float64 numpy, token by token.
 
-    Beside each value the state holds a unit vector of the token, and one of its own first rows:
+    Beside each value the matrix holds a unit vector of the token, and one of its own first rows:
     what a query reads of them are the weights.
     """
     (B, J, S, D), G, V = query_BJSD.shape, key_BGSD.shape[1], value_BVSE.shape[1]
     E, T = value_BVSE.shape[3], max(G, V)
     H = max(J, T)
     read, units = np.zeros((B, H, S, E + S + D)), np.eye(S)
+    decays, erases = rule in ("gated", "gated_delta"), rule in ("delta", "gated_delta")
+
+    def rows(x: Any, b: int, h: int, is_normal: bool = False) -> np.ndarray:
+        array: np.ndarray = x[b, h * x.shape[1] // H].double().numpy()
+        size = np.sqrt((array**2).sum(-1, keepdims=True) + 1e-6) if is_normal else 1.0
+        return array / size
+
     for b, h in np.ndindex(B, H):
-        length, t = S if key_lengths_B is None else int(key_lengths_B[b]), h * T // H
-        query, key, value = (
-            x[b, h * x.shape[1] // H, :length].double().numpy()
-            for x in (query_BJSD, key_BGSD, value_BVSE)
-        )
-        if normalize_qk:
-            query, key = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (query, key))
-        decay, beta = np.zeros((length, 1)), np.ones(length)
-        if log_decay_BTSZ is not None and rule in ("gated", "gated_delta"):
-            decay = log_decay_BTSZ[b, t, :length].double().numpy()
-        if beta_BTS is not None and rule in ("delta", "gated_delta"):
-            beta = beta_BTS[b, t, :length].double().numpy()
-        state = np.hstack([np.zeros((D, E + S)), np.eye(D)])
+        length, sums = S if key_lengths_B is None else int(key_lengths_B[b]), np.zeros((D, E))
+        if past is not None and past.sums is not None:
+            sums = rows(past.sums, b, h)
+        if past is not None and past.tail_length is not None:
+            key, value = (rows(x, b, h) for x in (past.tail_key, past.tail_value))
+            key = rows(past.tail_key, b, h, normalize_qk)
+            for i in range(int(past.tail_length[b])):
+                decay = rows(past.tail_log_decay, b, h)[i] if decays else 0.0
+                beta = rows(past.tail_beta, b, h)[i] if erases else None
+                sums = _step(sums, key[i], value[i], decay, beta)
+        query, key = (rows(x, b, h, normalize_qk) for x in (query_BJSD, key_BGSD))
+        value, matrix = rows(value_BVSE, b, h), np.hstack([sums, np.zeros((D, S)), np.eye(D)])
         for i in range(length):
-            state = np.exp(decay[i])[:, None] * state
+            decay = rows(log_decay_BTSZ, b, h)[i] if decays and log_decay_BTSZ is not None else 0.0
+            beta = 1.0 if erases else None
+            if erases and beta_BTS is not None:
+                beta = rows(beta_BTS, b, h)[i]
             new = np.concatenate([value[i], units[i], np.zeros(D)])
-            if rule in ("delta", "gated_delta"):
-                new = beta[i] * (new - key[i] @ state)
-            state = state + np.outer(key[i], new)
-            read[b, h, i] = (D**-0.5 if scale is None else scale) * query[i] @ state
-    output, matrix, rest = (torch.from_numpy(x) for x in np.split(read, [E, E + S], axis=-1))
-    return Gated(output, matrix, rest, backend="reference")
+            matrix = _step(matrix, key[i], new, decay, beta)
+            read[b, h, i] = (D**-0.5 if scale is None else scale) * query[i] @ matrix
+    output, weights, rest = (torch.from_numpy(x) for x in np.split(read, [E, E + S], axis=-1))
+    return Gated(output, weights, rest, backend="reference")
+
+
+def _step(matrix: Any, key: Any, new: Any, decay: Any, beta: Any) -> Any:
+    """Returns the matrix after a token: decays, erases along beta k, and writes."""
+    matrix = np.exp(decay * np.ones(len(key)))[:, None] * matrix
+    if beta is not None:
+        new = beta * (new - key @ matrix)
+    return matrix + np.outer(key, new)
 
 
 def backward(
@@ -304,23 +351,30 @@ def backward(
     log_decay_BTSZ: Float[Tensor, "B T S #Z"] | None = None,
     beta_BTS: Float[Tensor, "B T S"] | None = None,
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     rule: Rule = "linear",
     scale: float | None = None,
     normalize_qk: bool = False,
     chunk: int = 64,
+    state: Form = "exact",
+    grad_state: State | None = None,
 ) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), in float64.
 
+    With `grad_state`, sum(grad_state.sums * sums of the compact state behind the tokens) is added.
     Some chunks at a time, from the last to the first, autograd computes those of their tokens and
-    of the state before them. The arguments are those of `attend`.
+    of the state before them. The other arguments are those of `attend`.
     """
     inputs = GatedInputs.of(
         query_BJSD, key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS, key_lengths_B, rule, scale,
         normalize_qk,
     )  # fmt: skip
     grad, exponent = normalize_size(grad_output_BHSE.double())
-    found, _ = gradients(inputs, inputs.empty_state(torch.float64), grad, None, chunk)
+    grad_XDE = None if grad_state is None else scale_back(sums_of(inputs, grad_state), -exponent)
+    found, before_XDE = gradients(inputs, sums_of(inputs, past), grad, grad_XDE, chunk)
+    if past is not None:
+        found["state.sums"] = before_XDE.unflatten(0, (len(query_BJSD), -1))
     given = {"log_decay": log_decay_BTSZ, "beta": beta_BTS}
     unused = {
         n: torch.zeros_like(x, dtype=torch.float64) for n, x in given.items() if x is not None
