@@ -554,7 +554,7 @@ def test_code_of_a_layer_gives_the_same_weights(
     codes = {}
     for kind in ("curl", "Python"):
         panel.get_by_role("button", name=kind, exact=True).click()
-        panel.get_by_role("button", name="Copy").click()
+        panel.get_by_role("button", name="Copy", exact=True).click()
         codes[kind] = page.evaluate("() => navigator.clipboard.readText()")
     response = json.loads(done(["bash", "-c", codes["curl"]], tmp_path))
     assert response["weights_are"] == "stochastic"

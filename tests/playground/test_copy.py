@@ -29,7 +29,7 @@ def test_times_of_each_request_are_shown(open_page: Open, server: Server) -> Non
 
 def test_copied_curl_command_returns_the_shown_weights(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
-    page.get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copy", exact=True).click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     command = page.evaluate("() => navigator.clipboard.readText()")
     result = subprocess.run(["bash"], input=command, capture_output=True, text=True, check=False)
@@ -43,7 +43,7 @@ def test_copied_program_prints_the_shown_weights(
 ) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_role("button", name="Python").click()
-    page.get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copy", exact=True).click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     program = tmp_path / "copied.py"
     program.write_text(page.evaluate("() => navigator.clipboard.readText()"))

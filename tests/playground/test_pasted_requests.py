@@ -66,7 +66,7 @@ def test_pasted_curl_command_applies_its_variant_and_lists_ignored_fields(
 def test_copied_command_can_be_pasted_again(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = choose_example(opened, "linear-layer")
-    page.get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copy", exact=True).click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     command = page.evaluate("() => navigator.clipboard.readText()")
     before = read_weights(page)

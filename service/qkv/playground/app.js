@@ -10,79 +10,60 @@ import { createRequestPanel } from "./copy/request_panel.js";
 import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
 import { listenToTerms } from "./glossary.js";
-import { EXAMPLES, findExample } from "./inputs/examples.js";
+import { EXAMPLES } from "./inputs/examples.js";
 import { formatLabels, labelsOfSequence, parseLabels } from "./inputs/labels.js";
 import { createControls, showCausalNote } from "./inputs/parameter_form.js";
 import { applyRequest } from "./inputs/pasted_request.js";
 import { createTensorList, inputFiles, keptLayer, missingInputs } from "./inputs/tensor_list.js";
+import { listenToCopyLink } from "./link/copy_link.js";
+import { openLink } from "./link/open_link.js";
+import { createPageHistory } from "./link/page_history.js";
+import { listenToSectionLinks } from "./link/section_links.js";
+import { createState, exampleFor, NEW_TENSORS, NO_REQUEST, stateOfExample } from "./page_state.js";
 import * as summary from "./run_summary.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
-import { createHeadGrid } from "./weights/head_grid.js";
-import { Heatmap } from "./weights/heatmap.js";
-import { outputMatrix, weightsMatrix } from "./weights/heatmap_data.js";
-import { createReadout } from "./weights/heatmap_readout.js";
-import { createRowSelection } from "./weights/row_selection.js";
+import { createWeightsPanel } from "./weights/weights_panel.js";
 import { buildRequest, fetchView, heatmapBody } from "./weights/weights_request.js";
-import { showWeightsTable } from "./weights/weights_table.js";
 
-const state = {
-  variants: new Map(),
-  variant: null,
-  tensors: [],
-  labels: [],
-  layer: null,
-  layerError: null, // of a layer of a checkpoint that cannot be sent
-  parameters: {},
-  dtype: null, // of a pasted request
-  pool: null, // bins of a pasted request
-  example: null, // id of the example, null for other tensors
-  head: 0,
-  selectedRow: null,
-  place: null, // of a head of a captured model
-};
+const state = createState();
 const main = document.querySelector("main");
 let view = null;
 let running = null; // AbortController of the current or next run
 
 const announce = (text) => setText(findById("announcements"), text);
-const showReadout = createReadout(announce);
 const onCall = createTimingList(findById("timing"));
 const updateRequestPanel = createRequestPanel(findById("request"), announce);
 const showRequest = (purpose, request) =>
   updateRequestPanel(purpose, { ...request, files: inputFiles(state.tensors) });
-const showHeads = createHeadGrid(findById("heads"), (head) => {
-  const labels = labelsOfSequence(head, state);
-  if (labels !== state.labels) findById("labels").value = formatLabels(labels);
-  Object.assign(state, { head, labels });
-  draw();
-  differencePanel.draw();
-});
-const rowSelection = createRowSelection(findById("row"), state, {
-  onMark: (bin) => map.markRow(bin),
-  onCall,
-  onError: showProblem,
-  announce,
-});
-const map = new Heatmap(findById("map"), {
-  hasRoot: true,
-  onPoint: (cell, byKey) => {
-    showReadout(map, cell, byKey);
-    if (cell) rowSelection.point(cell.row);
+const pageHistory = createPageHistory(
+  state,
+  (fragment, kept) => {
+    const { fields, note, className } = openLink(fragment, kept, state.variants);
+    showState(fields, note, className);
   },
-  onSelect: (bin) => rowSelection.select(bin),
-});
-const output = new Heatmap(findById("output"), {
-  maxHeight: 320,
-  onPoint: (cell, byKey) => showReadout(output, cell, byKey, " "),
+  () => {},
+);
+const weightsPanel = createWeightsPanel(state, {
+  onHead: (head) => {
+    const labels = labelsOfSequence(head, state);
+    if (labels !== state.labels) findById("labels").value = formatLabels(labels);
+    Object.assign(state, { head, labels });
+    redraw();
+  },
+  onChange: pageHistory.record,
+  onCall,
+  announce,
 });
 const differencePanel = createDifferencePanel(findById("difference"), state, {
   onCall,
-  onPoint: showReadout,
+  onPoint: weightsPanel.showReadout,
+  onChoose: pageHistory.record,
 });
-const comparePanel = createComparePanel(findById("comparison"), state, (body) =>
-  showRequest("comparison", { path: "/v1/compare", body }),
-);
+const comparePanel = createComparePanel(findById("comparison"), state, {
+  onRequest: (body) => showRequest("comparison", { path: "/v1/compare", body }),
+  onChoose: pageHistory.record,
+});
 const sweepPanel = createSweepPanel(findById("sweep"), state, {
   announce,
   onRequest: (body) => showRequest("sweep", { path: "/v1/sweep", body }),
@@ -91,9 +72,8 @@ const runDebounced = debounce(() => run(), 120);
 const runSoon = () => {
   expectRun();
   runDebounced();
+  pageHistory.record();
 };
-const NEW_TENSORS = { labels: [], head: 0, selectedRow: null, place: null };
-const NO_REQUEST = { layer: null, dtype: null, pool: null };
 const tensorList = createTensorList(
   state,
   (tensors, { isAdded, request }) => {
@@ -166,25 +146,22 @@ function applyState() {
   tensorList.show();
 }
 
-function useExample(example) {
-  const { tensors, labels, variant, parameters, layer = null, selectedRow = 1 } = example.create();
-  Object.assign(state, NEW_TENSORS, NO_REQUEST, { tensors, labels, layer, selectedRow });
-  state.example = example.id;
-  state.parameters = { ...parameters };
-  state.variant = state.variants.get(variant) ?? [...state.variants.values()][0];
+/** Shows another state. */
+function showState(fields, note, className) {
   checkpoint.close();
-  showOwn(example.about);
+  Object.assign(state, fields);
+  showOwn(note, className);
   applyState();
 }
+
+const useExample = (example) => showState(stateOfExample(example, state.variants), example.about);
 
 /** Selects a variant; replaces an example that lacks the variant's inputs by one that has them. */
 function chooseVariant(name) {
   state.variant = state.variants.get(name);
   const isMissing = missingInputs(state).length > 0 && state.example;
-  const hasInputs = (tensors) => !missingInputs({ ...state, tensors, layer: null }).length;
-  const replacement = isMissing && findExample(hasInputs);
-  if (replacement) {
-    useExample(replacement);
+  if (isMissing) {
+    useExample(exampleFor(state.variant));
     state.variant = state.variants.get(name);
   }
   applyState();
@@ -193,7 +170,7 @@ function chooseVariant(name) {
 /** Forgets the current or waiting run, which is out of date. The page is busy until the next. */
 function expectRun() {
   view = null; // its numbers must not get the labels of the next
-  showWeightsTable(null);
+  weightsPanel.clear();
   runDebounced.cancel();
   running?.abort();
   running = new AbortController();
@@ -239,15 +216,14 @@ async function run() {
 function draw() {
   if (!view) return;
   summary.showNotes(view, state);
-  findById("weights").classList.toggle("without", !view.weights);
-  if (view.weights) {
-    const matrix = weightsMatrix(view, state.head, state.labels);
-    map.show(matrix);
-    showHeads(view.weights, state.head);
-    showWeightsTable(matrix);
-    rowSelection.draw(view);
-  }
-  output.show(outputMatrix(view, state.head, state.labels));
+  weightsPanel.draw(view);
+}
+
+/** Draws the maps for another head or other labels. */
+function redraw() {
+  draw();
+  differencePanel.draw();
+  pageHistory.record();
 }
 
 function listen() {
@@ -261,8 +237,7 @@ function listen() {
   findById("variant").addEventListener("change", (event) => chooseVariant(event.target.value));
   findById("labels").addEventListener("input", (event) => {
     state.labels = parseLabels(event.target.value);
-    draw();
-    differencePanel.draw();
+    redraw();
   });
   findById("request-form").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -272,19 +247,21 @@ function listen() {
 
 function start() {
   listenToTheme(findById("theme"), () => {
-    for (const heatmap of [map, output, differencePanel.map, captured]) heatmap.repaint();
+    for (const one of [...weightsPanel.heatmaps, differencePanel.map, captured]) one.repaint();
     draw();
   });
   const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important
   for (const part of document.querySelectorAll("form details")) part.open = !isNarrow;
   listen();
   listenToTerms();
+  listenToSectionLinks();
+  listenToCopyLink(pageHistory.createLink);
   const options = EXAMPLES.map(({ id, title }) => new Option(title, id));
   findById("example").append(...options, new Option("Your own…", ""));
   loadCatalogue();
 }
 
-/** Loads the catalogue of variants, then the first example. */
+/** Loads the catalogue of variants, then the state of the address: without one, an example. */
 async function loadCatalogue() {
   try {
     const { variants } = await get("/v1/variants");
@@ -294,7 +271,7 @@ async function loadCatalogue() {
   }
   findById("variant").append(...[...state.variants.keys()].map((name) => new Option(name)));
   sweepPanel.update();
-  useExample(EXAMPLES[0]);
+  pageHistory.start();
 }
 
 start();

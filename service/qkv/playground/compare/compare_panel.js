@@ -30,10 +30,19 @@ const COLUMNS = [
  *
  * @param {HTMLElement} root
  * @param {Object} state of the page
- * @param {(body: Object) => void} onRequest called with each request
+ * @param {Object} callbacks
+ * @param {(body: Object) => void} callbacks.onRequest called with each request
+ * @param {() => void} callbacks.onChoose called when the user chose other variants
  */
-export function createComparePanel(root, state, onRequest) {
-  const anchor = h("select", { id: "anchor", change: () => updateChoices() });
+export function createComparePanel(root, state, { onRequest, onChoose }) {
+  const anchor = h("select", {
+    id: "anchor",
+    change: () => {
+      state.baseline = anchor.value;
+      updateChoices();
+      onChoose();
+    },
+  });
   const boxes = h("div", { class: "boxes", role: "group", "aria-label": "Variants to compare" });
   const allRowsInput = h("input", { type: "checkbox", id: "compare-all-rows" });
   const allRows = h(
@@ -67,13 +76,12 @@ export function createComparePanel(root, state, onRequest) {
     area,
     notes,
   );
-  const excluded = new Set();
   let running = null;
 
   const updateChoices = () => {
     const names = runnableVariants(state).map(({ variant }) => variant);
-    const selected = names.includes(anchor.value)
-      ? anchor.value
+    const selected = names.includes(state.baseline)
+      ? state.baseline
       : names.includes("softmax")
         ? "softmax"
         : names[0];
@@ -85,9 +93,11 @@ export function createComparePanel(root, state, onRequest) {
       : [];
     boxes.replaceChildren(
       ...others.map((name) =>
-        createCheckbox(name, !excluded.has(name), (isIncluded) =>
-          isIncluded ? excluded.delete(name) : excluded.add(name),
-        ),
+        createCheckbox(name, !state.excluded.includes(name), (isIncluded) => {
+          const others = state.excluded.filter((one) => one !== name);
+          state.excluded = isIncluded ? others : [...others, name];
+          onChoose();
+        }),
       ),
     );
     root.hidden = names.length < 2;
@@ -100,7 +110,7 @@ export function createComparePanel(root, state, onRequest) {
     const { signal } = running;
     const anchorVariant = state.variants.get(anchor.value);
     const comparable = comparableVariants(state, anchorVariant);
-    const chosen = comparable.filter(({ variant }) => !excluded.has(variant));
+    const chosen = comparable.filter(({ variant }) => !state.excluded.includes(variant));
     const allVariants = [anchorVariant, ...chosen];
     const inputs = Object.assign(
       {},

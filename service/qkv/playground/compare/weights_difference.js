@@ -20,10 +20,18 @@ import {
  *
  * @param {HTMLElement} root
  * @param {Object} state of the page
- * @param {{onCall: Function, onPoint: Function}} callbacks called for requests, and for the cursor
+ * @param {{onCall, onPoint, onChoose}} callbacks called for requests, for the cursor, and when the
+ *   user chose another variant
  */
 export function createDifferencePanel(root, state, callbacks) {
-  const select = h("select", { id: "other", change: () => run() });
+  const select = h("select", {
+    id: "other",
+    change: () => {
+      state.difference = select.value;
+      callbacks.onChoose();
+      run();
+    },
+  });
   const label = h("label", { for: "other" });
   const note = h("p", { class: "note", hidden: true });
   const about = h("p", { class: "hint", role: "status" });
@@ -103,8 +111,8 @@ export function createDifferencePanel(root, state, callbacks) {
       const names = comparableVariants(state, view.request.variant).map(({ variant }) => variant);
       root.hidden = !view.weights || !names.length;
       if (root.hidden) return;
-      const selected = names.includes(select.value)
-        ? select.value
+      const selected = names.includes(state.difference)
+        ? state.difference
         : names.includes("linear")
           ? "linear"
           : names[0];

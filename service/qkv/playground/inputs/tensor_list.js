@@ -10,7 +10,7 @@ import { createPasteDialog } from "./paste_dialog.js";
 import { requestTarget } from "./pasted_request.js";
 
 const ALL = "query, key, value";
-const UNUSED = "unused";
+export const UNUSED = "unused";
 
 /**
  * Returns the tensors to send to a variant, by the names of its inputs.
@@ -214,8 +214,9 @@ function assignRoles(tensors, state) {
   });
 }
 
-function listRoles(state) {
-  const names = [...state.variants.values()].flatMap((variant) => Object.keys(variant.inputs));
+/** Returns the roles that a tensor can have, for any variant of the catalogue. */
+export function listRoles({ variants }) {
+  const names = [...variants.values()].flatMap((variant) => Object.keys(variant.inputs));
   return [ALL, ...new Set([...names, "x"])];
 }
 

@@ -14,7 +14,8 @@ export class Heatmap {
    * @param {HTMLElement} figure
    * @param {Object} options
    * @param {number} options.maxHeight pixels of all cells together
-   * @param {boolean} options.hasRoot adds a control for square-root shades, which show small numbers
+   * @param {(usesRoot: boolean) => void} options.onRoot adds a control for square-root shades, which
+   *   show small numbers
    * @param {boolean} options.isSmall one of several maps: small numbers, and the caption is not
    *   shown; the caller places `legend`
    * @param {(cell: {row, col}|null, byKey: boolean) => void} options.onPoint
@@ -23,7 +24,7 @@ export class Heatmap {
    */
   constructor(
     figure,
-    { maxHeight = 560, hasRoot = false, isSmall = false, onPoint = () => {}, onSelect = null } = {},
+    { maxHeight = 560, isSmall = false, onPoint = () => {}, onSelect = null, onRoot = null } = {},
   ) {
     this.maxHeight = maxHeight;
     this.isSmall = isSmall;
@@ -40,15 +41,16 @@ export class Heatmap {
     this.legend = h("div", { class: "legend" });
     this.readout = h("div", { class: "readout" });
     this.about = h("p", { class: "hint", hidden: true });
-    const rootCheckbox = h("input", {
+    this.rootCheckbox = h("input", {
       type: "checkbox",
-      change: () => {
-        this.usesRoot = rootCheckbox.checked;
+      change: ({ target }) => {
+        this.usesRoot = target.checked;
         this.repaint();
+        onRoot(target.checked);
       },
     });
-    const rootLabel = h("label", { class: "small" }, rootCheckbox, "Emphasise small weights");
-    const rootToggle = hasRoot ? [rootLabel] : [];
+    const rootLabel = h("label", { class: "small" }, this.rootCheckbox, "Emphasise small weights");
+    const rootToggle = onRoot ? [rootLabel] : [];
     const shades = h("div", { class: "shades" }, this.legend, ...rootToggle);
     figure.append(this.surface);
     if (!isSmall) figure.append(h("figcaption", {}, this.readout, shades, this.about));
@@ -88,6 +90,12 @@ export class Heatmap {
     setText(this.about, matrix.about);
     this.surface.setAttribute("aria-label", matrix.label);
     this.repaint();
+  }
+
+  /** Sets square-root shades for the next matrix. */
+  setRoot(usesRoot) {
+    this.usesRoot = usesRoot;
+    this.rootCheckbox.checked = usesRoot;
   }
 
   /** Redraws with the colours of the theme. */

@@ -12,6 +12,7 @@ import { binOfPosition, createRowReader, firstOfBin } from "./weights_request.js
  * @param {Object} state of the page: its head, its labels, and the pinned row or null
  * @param {Object} callbacks
  * @param {(bin: number|null) => void} callbacks.onMark called with the pinned row of the map
+ * @param {() => void} callbacks.onSelect called when the user pinned or unpinned a row
  * @param {(call: Object) => void} callbacks.onCall called for each request
  * @param {(error: Error) => void} callbacks.onError
  * @param {(text: string) => void} callbacks.announce
@@ -64,6 +65,7 @@ export function createRowSelection(root, state, callbacks) {
   };
   const select = (row) => {
     state.selectedRow = row;
+    callbacks.onSelect();
     draw();
     if (row === null) return;
     callbacks.announce(`Pinned: ${axisNames(view, state.labels).row.fullName(row)}`);

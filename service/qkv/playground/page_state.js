@@ -1,0 +1,49 @@
+// The state of the page: what its controls hold, and what an example sets.
+
+import { EXAMPLES, findExample } from "./inputs/examples.js";
+import { missingInputs } from "./inputs/tensor_list.js";
+
+/** Fields of the tensors; `place` is that of a head of a captured model. */
+export const NEW_TENSORS = { labels: [], head: 0, selectedRow: null, place: null };
+
+/** Fields of a pasted request. */
+export const NO_REQUEST = { layer: null, dtype: null, pool: null };
+
+/** Fields of the view, which stay when the tensors change. */
+export const NEW_VIEW = {
+  usesRoot: false, // shades of the map
+  difference: null, // name of the variant of the difference map; null: the default one
+  baseline: null, // name of the variant that others are compared with; null: the default one
+  excluded: [], // names of the variants that are not compared
+};
+
+/** Creates the state of a page without tensors. */
+export const createState = () => ({
+  ...NEW_TENSORS,
+  ...NO_REQUEST,
+  ...NEW_VIEW,
+  variants: new Map(),
+  variant: null,
+  tensors: [],
+  layerError: null, // of a layer of a checkpoint that cannot be sent
+  parameters: {},
+  example: null, // id of the example, null for other tensors
+});
+
+/** Returns the fields that an example sets. */
+export function stateOfExample(example, variants) {
+  const { parameters, variant, selectedRow = 1, ...others } = example.create();
+  return {
+    ...NEW_TENSORS,
+    ...NO_REQUEST,
+    ...others,
+    selectedRow,
+    example: example.id,
+    parameters: { ...parameters },
+    variant: variants.get(variant) ?? [...variants.values()][0],
+  };
+}
+
+/** Returns an example that has the inputs of a variant; the first one if none has. */
+export const exampleFor = (variant) =>
+  findExample((tensors) => !missingInputs({ tensors, variant, layer: null }).length) ?? EXAMPLES[0];
