@@ -122,6 +122,7 @@ def test_application_without_workers_has_the_variants(
     (tmp_path / "cosine.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_WORKERS, str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # several threads wait for busy CPUs
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert status in done.stdout + done.stderr
