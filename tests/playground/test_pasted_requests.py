@@ -85,7 +85,7 @@ NOTES: Final[list[tuple[dict[str, Any], str]]] = [
     ({"variant": "none"}, "Ignored: variant none (the service has no such variant)."),
     ({"anchor": "linear", "variants": ["taylor"]}, "Ignored: variants (select variants below"),
     ({"colour": 1}, "Ignored: colour (the page has no such control)."),
-    ({"layer": 5}, "Ignored: layer (expected an object with tensors)."),
+    ({"layer": 5}, "Ignored: layer (expected an object with a name or with tensors)."),
     ({"weights": {"rows": [1, 0]}}, "Applied: row 1. Ignored: 1 more rows"),
 ]
 

@@ -3,6 +3,7 @@
 import { get } from "./api.js";
 import { createCapturedPanel } from "./captured/captured_panel.js";
 import { createCheckpointPanel } from "./checkpoint/checkpoint_panel.js";
+import { createLoadedLayers } from "./checkpoint/loaded_layers.js";
 import { createComparePanel } from "./compare/compare_panel.js";
 import { createSweepPanel } from "./compare/sweep_panel.js";
 import { createDifferencePanel } from "./compare/weights_difference.js";
@@ -105,6 +106,14 @@ const checkpoint = createCheckpointPanel(state, {
   takeOthers: (files) => captured.take(files),
   announce,
 });
+const loadedLayers = createLoadedLayers((chosen) => {
+  if (!chosen) return useExample(EXAMPLES[0]);
+  checkpoint.close();
+  Object.assign(state, NEW_TENSORS, NO_REQUEST, chosen, { example: null });
+  if (!("query" in state.variant.inputs)) state.variant = state.variants.get("softmax");
+  showOwn("A loaded layer. Upload hidden states as x, or use random ones.");
+  applyState();
+});
 const captured = createCapturedPanel(state, {
   onHead: ({ tensors, note, ...head }) => {
     checkpoint.close();
@@ -144,6 +153,7 @@ function applyState() {
   );
   updateNote();
   tensorList.show();
+  loadedLayers.show(state.layer);
 }
 
 /** Shows another state. */
@@ -266,6 +276,7 @@ async function loadCatalogue() {
   try {
     const { variants } = await get("/v1/variants");
     for (const variant of variants) state.variants.set(variant.variant, variant);
+    await loadedLayers.load();
   } catch (error) {
     return showProblem(error);
   }

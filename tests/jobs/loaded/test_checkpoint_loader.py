@@ -321,6 +321,15 @@ def test_layer_of_zeros_or_of_two_dtypes_is_a_problem(tmp_path: Path) -> None:
     assert "missing" in problem_of(small_checkpoints.write(tmp_path / "i", small, BERT))
 
 
+@pytest.mark.parametrize("name", ['a"} 1\nb', "a/b", "ü", "a" * 300, "\x1b[31m"])
+def test_names_in_a_file_reach_no_log_line_and_no_label(tmp_path: Path, name: str) -> None:
+    tensors = {n.replace("encoder", name): t for n, t in bert_tensors().items()}
+    problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors, BERT))
+    assert problem.startswith("a layer has a wrong name: got ")
+    assert problem.isprintable()
+    assert len(problem) < 500
+
+
 def test_name_of_a_variant_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="linear has the name of a variant"):
         load_checkpoints({"linear": tmp_path}, BYTES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -39,6 +40,8 @@ _log = logging.getLogger(__name__)
 _NORMS: Final = ("input_layernorm", "ln_1", "layernorm_before", "layer_norm1", "ln_attn")
 """Modules that are in front of the attention in every model that has one of that name."""
 _MAX_LAYERS: Final = 4096
+_MAX_PROBLEM: Final = 1000  # characters
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{0,256}")  # in paths, and in labels of metrics
 
 
 def load_checkpoints(
@@ -78,12 +81,14 @@ def load_checkpoints(
 
 
 def _problem(error: Exception) -> str:
-    """Returns the problem of a checkpoint in one line."""
+    """Returns the problem of a checkpoint in one line, without control characters of a file."""
+    text = f"it cannot be read: {type(error).__name__}: {error}"
     if isinstance(error, QkvError):
-        return " ".join(error.detail.split())
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}"
-    return f"it cannot be read: {type(error).__name__}: {error}".splitlines()[0][:500]
+        text = error.detail
+    elif isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    words = " ".join(text.split())
+    return "".join(c if c.isprintable() else "?" for c in words)[:_MAX_PROBLEM]
 
 
 class _Part(NamedTuple):
@@ -158,6 +163,11 @@ class _Loader:
     def _part(self, found: FoundLayer, blocks: Counter[str]) -> _Part:
         path, block = found.prefix.rstrip("."), _block(found.prefix)
         place = block if blocks[block] == 1 else path
+        if not _NAME.fullmatch(place):
+            raise InvalidContent(
+                f"a layer has a wrong name: got {place!r:.300}, expected at most 256 letters, "
+                "digits and ._-"
+            )
         try:
             known = layout_catalogue.known()
             layouts = {name: known[name] for name in found.layouts}

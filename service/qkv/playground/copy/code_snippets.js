@@ -4,7 +4,7 @@
 // environment variable QKV_API_KEY. Large arrays are read from files: from the uploaded .npy files,
 // or from the body, saved as BODY_FILE.
 
-import { encodeBody, isFromFile } from "../data/request_body.js";
+import { encodeBody, isFromFile, isLoaded } from "../data/request_body.js";
 import { BINARY_FILE, curlArguments, readLines } from "./checkpoint_snippets.js";
 
 /** The file name of a saved body. */
@@ -157,6 +157,7 @@ const isLong = (tensor) => JSON.stringify(tensor).length > MAX_INLINE_LENGTH;
 
 function layerArgument(layer, dtype) {
   if (layer === undefined || layer === null) return [];
+  if (isLoaded(layer)) return [`layer=${toPythonLiteral(layer)}`];
   const { tensors: _, ...own } = layer;
   if (isFromFile(layer))
     return [`layer={${toPythonLiteral(own).slice(1, -1)}, "tensors": tensors}`];

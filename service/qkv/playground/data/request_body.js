@@ -18,6 +18,9 @@ export function isFromFile(layer) {
   return areBytes(layer?.tensors);
 }
 
+/** True if a layer is one that the service has loaded: it has a name and no tensors. */
+export const isLoaded = (layer) => typeof layer?.name === "string";
+
 const areBytes = (tensors) =>
   Object.values(tensors ?? {}).some(({ data }) => data instanceof Uint8Array);
 

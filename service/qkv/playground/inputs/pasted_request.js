@@ -1,5 +1,6 @@
 // Applies the fields of an uploaded or pasted request to the page, and reports what is ignored.
 
+import { isLoaded } from "../data/request_body.js";
 import { isObject } from "../data/tensors.js";
 
 const REASONS = {
@@ -20,7 +21,7 @@ export function requestTarget({ variant: pathVariant, fields }, state) {
   return {
     name,
     variant: state.variants.get(name) ?? state.variant,
-    layer: isObject(fields.layer) && isObject(fields.layer.tensors) ? fields.layer : null,
+    layer: isObject(fields.layer?.tensors) || isLoaded(fields.layer) ? fields.layer : null,
   };
 }
 
@@ -53,7 +54,7 @@ export function applyRequest(state, request, measure) {
   }
   if (target.layer) applied.push("layer");
   else if (layer !== undefined && layer !== null)
-    ignore("layer", "expected an object with tensors");
+    ignore("layer", "expected an object with a name or with tensors");
   if (typeof dtype === "string") {
     state.dtype = dtype;
     applied.push(`dtype ${dtype}`);

@@ -1,7 +1,7 @@
 // The list of the request's tensors with the role of each; adds uploaded and pasted tensors.
 
 import { castTo } from "../checkpoint/hidden_states.js";
-import { isFromFile, layerDtype } from "../data/request_body.js";
+import { isFromFile, isLoaded, layerDtype } from "../data/request_body.js";
 import { toWire } from "../data/tensors.js";
 import { readFile } from "../data/uploads.js";
 import { findById, h, setText } from "../dom.js";
@@ -66,7 +66,7 @@ export function inputFiles(tensors) {
 
 /** Returns the inputs that a variant requires and the page lacks. */
 export function missingInputs({ tensors, variant, layer }) {
-  if (isFromFile(layer) && "query" in variant.inputs) {
+  if (isOfModel(layer) && "query" in variant.inputs) {
     return tensors.some(({ role }) => role === "x" || role.includes("query")) ? [] : ["x"];
   }
   if (layer) return []; // the service knows which inputs the layer projects
@@ -159,8 +159,10 @@ export function createTensorList(state, onAdd, onChange, takeFiles) {
   return { show, showError, openPaste };
 }
 
-/** Returns the layer of a checkpoint, to which uploaded tensors are added; null for other layers. */
-export const keptLayer = ({ layer }) => (isFromFile(layer) ? layer : null);
+/** Returns the layer of a model, to which uploaded tensors are added; null for other layers. */
+export const keptLayer = ({ layer }) => (isOfModel(layer) ? layer : null);
+
+const isOfModel = (layer) => isFromFile(layer) || isLoaded(layer);
 
 /**
  * Merges new tensors with earlier uploads: a file with one tensor, such as .npy, adds to them, and
@@ -204,7 +206,7 @@ function assignRoles(tensors, state) {
   const entries = Object.entries(tensors);
   return entries.map(([name, tensor]) => {
     const isAlone = entries.length === 1 && state.variant.inputs.query && !state.layer;
-    if (entries.length === 1 && isFromFile(state.layer) && !known.includes(name)) {
+    if (entries.length === 1 && isOfModel(state.layer) && !known.includes(name)) {
       return { name, role: "x", tensor };
     }
     const isKnown = isAlone ? name in state.variant.inputs : known.includes(name);
@@ -281,14 +283,14 @@ function createMissingRow(name) {
 }
 
 function createLayerRow(layer) {
-  const shapes = Object.entries(layer.tensors).map(
+  const shapes = Object.entries(layer.tensors ?? {}).map(
     ([name, tensor]) => `${name} ${wireShape(tensor).join(" × ")}`,
   );
   return h(
     "li",
     { "data-pointers": "/layer" },
     h("span", { class: "name" }, "layer"),
-    h("span", { class: "shape" }, layer.layout ?? ""),
+    h("span", { class: "shape" }, layer.name ?? layer.layout ?? ""),
     h("span", { class: "hint" }, shapes.join(", ")),
   );
 }
