@@ -16,11 +16,16 @@ from qkv.attention import catalogue
 from qkv.attention.common.gated_state import State
 from qkv.attention.variants import gated
 from qkv.engine import local
+from qkv.engine.executor import execute
 from qkv.errors import InvalidContent
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from qkv.tensors import DTYPES, FLOATING, RawTensor
 from qkv.wire.message import Message
+from support.batch_jobs import LIMITS
 from support.each import each
 from support.examples import examples
+from support.pretended_device import PretendedDevice, counts
 from support.variant_bounds import bounds_of, is_near
 
 Arrays = dict[str, Any]
@@ -425,3 +430,24 @@ def test_state_of_attend_has_the_types_of_its_annotations() -> None:
     assert found.state.sums.dtype == torch.float64
     assert found.state.tail_key is not None
     assert torch.equal(found.state.tail_key[:, :, :4], query[:, :, 16:])
+
+
+def test_jobs_with_a_state_are_stacked_on_a_device() -> None:
+    """One call serves sequences of several clients, and waits for the device once."""
+    fields: dict[str, Any] = {"parameters": {"rule": "gated_delta", "chunk": 16}, "outputs": BOTH}
+    states = [state_of(run(tokens(n, 9 + 10 * n, "gated_delta"), **fields)) for n in range(3)]
+    jobs = []
+    for n, state in enumerate(states):
+        arrays = {**tokens(10 + n, 7, "gated_delta"), **state}
+        raw = {name: RawTensor.from_numpy(x) for name, x in arrays.items()}
+        jobs.append(Job.new(Plan, "gated", Message(fields, raw), LIMITS))
+    assert len({job.batch_key for job in jobs}) == 1
+    before = counts["sync"]
+    together = execute(jobs, PretendedDevice(), stack=True)
+    assert counts["sync"] - before == 1
+    for job, found in zip(jobs, together, strict=True):
+        (alone,) = execute([job], PretendedDevice(), stack=True)
+        assert found.call_size == 3
+        for name, raw_output in alone.outputs.items():
+            one, other = raw_output.numpy(), found.outputs[name].numpy()
+            np.testing.assert_allclose(other, one, rtol=0, atol=1e2 * EPS, err_msg=name)

@@ -128,6 +128,10 @@ class GatedInputs(NamedTuple):
             decay = self.visible(decay.double()).flatten(0, 1)
         return Tokens(query.unflatten(1, (T, -1)).flatten(0, 1), key, write, erase, decay)
 
+    def by_head(self, read_XKSE: Tensor) -> Tensor:
+        """Returns what the queries read by head of the output, (B, H, S, E)."""
+        return read_XKSE.unflatten(0, (-1, self.T)).flatten(1, 2)
+
     def visible(self, x_BHSX: Tensor) -> Tensor:
         """Returns x with zeros for padding, whose NaN or inf would spread."""
         if self.padding_BS is None:
@@ -159,7 +163,7 @@ def _run_part(inputs: GatedInputs, state_XDE: Tensor, chunk: int) -> tuple[Tenso
     chunks = Chunks.of(tokens, min(chunk, tokens.key_XND.shape[1]))
     read_XKNE, state_XDE = chunks.run(state_XDE)
     # a state that has overflowed makes NaN of a query of zeros
-    return inputs.visible(read_XKNE.unflatten(0, (-1, inputs.T)).flatten(1, 2)), state_XDE
+    return inputs.visible(inputs.by_head(read_XKNE)), state_XDE
 
 
 def gradients(

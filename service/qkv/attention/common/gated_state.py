@@ -14,7 +14,9 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
-from qkv.attention.common.gated_inputs import GatedInputs, run
+from qkv.attention.common.gated_inputs import GatedInputs
+from qkv.attention.common.guards import are_deferred
+from qkv.attention.common.recurrence import Chunks
 
 __all__ = ["State", "run_from", "sums_of"]
 
@@ -68,10 +70,18 @@ class _Sequence(NamedTuple):
         tails = {name: x for name, x in named.items() if x is not None}
         return cls(new, past.tail_length, length_B, tails)
 
+    @property
+    def counts(self) -> tuple[int, int] | None:
+        """The tokens in the tail and behind it, if they are read and the same for all sequences."""
+        if are_deferred():
+            return None
+        both = {*zip(self.tail_B.tolist(), self.length_B.tolist(), strict=True)}
+        return both.pop() if len(both) == 1 else None
+
     def tokens_at(self, start_B: Tensor, count: int) -> GatedInputs:
         """Returns some tokens from a position on, which counts from the first one of the tail.
 
-        Positions without a token are padding, and zeros.
+        Positions without a token are zeros.
         """
         place_BC = start_B[:, None] + torch.arange(count, device=start_B.device)
         is_tail_BC = place_BC < self.tail_B[:, None]
@@ -85,7 +95,21 @@ class _Sequence(NamedTuple):
                 taken = torch.where(_as(is_tail_BC, x), old, taken)
             hidden = is_padding_BC | is_tail_BC if name == "query_BJSD" else is_padding_BC
             found[name] = taken.masked_fill(_as(hidden, x), 0.0)
-        return self.new._replace(padding_BS=is_padding_BC, **found)
+        return self.new._replace(padding_BS=None, **found)
+
+    def same_tokens_at(self, start: int, count: int, tail: int, length: int) -> GatedInputs:
+        """Returns the same where all sequences have as many tokens, without masks and indices."""
+        old = slice(min(start, tail), min(start + count, tail))
+        new = slice(max(start - tail, 0), max(min(start + count - tail, length), 0))
+        found: dict[str, Any] = {}
+        for name, x in self.new.floating.items():
+            rows = x.new_zeros(*x.shape[:2], count, *x.shape[3:])
+            kept = old.stop - old.start
+            if name in self.tails:
+                rows[:, :, :kept] = self.tails[name][:, :, old]
+            rows[:, :, kept : kept + new.stop - new.start] = x[:, :, new]
+            found[name] = rows
+        return self.new._replace(padding_BS=None, **found)
 
 
 def run_from(new: GatedInputs, past: State | None, chunk: int, form: str) -> tuple[Tensor, State]:
@@ -99,27 +123,45 @@ def run_from(new: GatedInputs, past: State | None, chunk: int, form: str) -> tup
     """
     sequence, sums_XDE = _Sequence.of(new, past), sums_of(new, past)
     (B, _, S, _), dtype = new.query_BJSD.shape, new.query_BJSD.dtype
-    end_B = sequence.tail_B + sequence.length_B
+    counts, end_B = sequence.counts, sequence.tail_B + sequence.length_B
+    longest = sum(counts) if counts else S + (chunk - 1 if sequence.tails else 0)
     outputs = []
-    longest = S + (chunk - 1 if sequence.tails else 0)
-    for start in range(0, longest, chunk):
-        part = sequence.tokens_at(torch.full_like(end_B, start), chunk)
-        output_BHCE, next_XDE = run(part, sums_XDE, chunk)
-        outputs.append(output_BHCE.to(dtype))
-        is_kept_B = end_B < start + (chunk if form == "exact" else 1)
-        is_kept_X = is_kept_B.repeat_interleave(new.T)
-        sums_XDE = torch.where(is_kept_X[:, None, None], sums_XDE, next_XDE)
-    row_BS = sequence.tail_B[:, None] + torch.arange(S, device=end_B.device)
-    output_BHSE = new.visible(_take(torch.cat(outputs, 2), row_BS))
-    sums_BTDE = sums_XDE.unflatten(0, (B, -1))
+    for start in range(0, max(longest, 1), chunk):
+        if counts:
+            part = sequence.same_tokens_at(start, chunk, *counts)
+        else:
+            part = sequence.tokens_at(torch.full_like(end_B, start), chunk)
+        needed = start + chunk if form == "exact" else start + 1
+        chunks = Chunks.of(part.tokens(torch.float64), chunk)
+        read_XKCE, next_XDE = chunks.run_one(sums_XDE, is_full=longest >= needed)
+        outputs.append(part.by_head(read_XKCE).to(dtype))
+        if not counts:
+            is_kept_X = (end_B < needed).repeat_interleave(new.T)
+            next_XDE = torch.where(is_kept_X[:, None, None], sums_XDE, next_XDE)
+        sums_XDE = next_XDE
+    sums_BTDE, output_BHNE = sums_XDE.unflatten(0, (B, -1)), torch.cat(outputs, 2)
+    if counts:
+        output_BHSE = _padded(output_BHNE[:, :, counts[0] : sum(counts)], S)
+    else:
+        row_BS = sequence.tail_B[:, None] + torch.arange(S, device=end_B.device)
+        output_BHSE = new.visible(_take(output_BHNE, row_BS))
     if form == "compact":
         return output_BHSE, State(sums_BTDE)
     boundary_B = end_B // chunk * chunk
-    tail = sequence.tokens_at(boundary_B, chunk - 1)
+    if counts:
+        tail = sequence.same_tokens_at(longest // chunk * chunk, chunk - 1, *counts)
+    else:
+        tail = sequence.tokens_at(boundary_B, chunk - 1)
     return output_BHSE, State(
         sums_BTDE, end_B - boundary_B, tail.key_BGSD, tail.value_BVSE, tail.log_decay_BTSZ,
         tail.beta_BTS,
     )  # fmt: skip
+
+
+def _padded(x_BHSE: Tensor, S: int) -> Tensor:
+    """Returns x with rows of zeros behind it, S in total."""
+    missing = S - x_BHSE.shape[2]
+    return torch.nn.functional.pad(x_BHSE, (0, 0, 0, missing)) if missing else x_BHSE
 
 
 def sums_of(inputs: GatedInputs, past: State | None) -> Tensor:

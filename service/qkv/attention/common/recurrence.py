@@ -87,12 +87,10 @@ class Chunks(NamedTuple):
     def run(self, state_XDE: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what the queries read, (X, K, N, E), and the state behind the last chunk."""
         written, erased = self.write_XYCE, self.erase_XYCD
-        if self.mixing_XYCC is not None and erased is not None:
-            both = torch.cat([written, erased], -1)
-            solved = torch.linalg.solve_triangular(
-                self.mixing_XYCC, both, upper=False, unitriangular=True
+        if erased is not None:
+            written, erased = self._solve(torch.cat([written, erased], -1)).split(
+                [written.shape[-1], erased.shape[-1]], -1
             )
-            written, erased = solved.split([written.shape[-1], erased.shape[-1]], -1)
         states, updates = [], []
         for y in range(written.shape[1]):
             states.append(state_XDE)
@@ -100,12 +98,35 @@ class Chunks(NamedTuple):
             if erased is not None:
                 update_XCE = torch.baddbmm(update_XCE, erased[:, y], state_XDE, alpha=-1)
             updates.append(update_XCE)
-            if self.decay_XYZ is not None:
-                state_XDE = state_XDE * self.decay_XYZ[:, y, :, None]
-            state_XDE = torch.baddbmm(state_XDE, self.key_XYCD[:, y].mT, update_XCE)
-        read = self.query_XYKCD @ torch.stack(states, 1)[:, :, None]
-        read = read + self.pairs_XYKCC @ torch.stack(updates, 1)[:, :, None]
-        return read.movedim(2, 1).flatten(2, 3), state_XDE
+            state_XDE = self._advance(y, state_XDE, update_XCE)
+        return self._read(torch.stack(states, 1), torch.stack(updates, 1)), state_XDE
+
+    def run_one(self, state_XDE: Tensor, is_full: bool) -> tuple[Tensor, Tensor]:
+        """Returns the same for one chunk, with half the work; the state only if `is_full`."""
+        update_XYCE, state_XYDE = self.write_XYCE, state_XDE[:, None]
+        if self.erase_XYCD is not None:
+            update_XYCE = self._solve(update_XYCE - self.erase_XYCD @ state_XYDE)
+        read = self._read(state_XYDE, update_XYCE)
+        return read, self._advance(0, state_XDE, update_XYCE[:, 0]) if is_full else state_XDE
+
+    def _solve(self, x_XYCE: Tensor) -> Tensor:
+        """Returns (I + M)^-1 x."""
+        assert self.mixing_XYCC is not None
+        return torch.linalg.solve_triangular(
+            self.mixing_XYCC, x_XYCE, upper=False, unitriangular=True
+        )
+
+    def _advance(self, y: int, state_XDE: Tensor, update_XCE: Tensor) -> Tensor:
+        """Returns the state behind a chunk."""
+        if self.decay_XYZ is not None:
+            state_XDE = state_XDE * self.decay_XYZ[:, y, :, None]
+        return torch.baddbmm(state_XDE, self.key_XYCD[:, y].mT, update_XCE)
+
+    def _read(self, state_XYDE: Tensor, update_XYCE: Tensor) -> Tensor:
+        """Returns what the queries read of the states before the chunks, and within them."""
+        read = self.query_XYKCD @ state_XYDE[:, :, None]
+        read = read + self.pairs_XYKCC @ update_XYCE[:, :, None]
+        return read.movedim(2, 1).flatten(2, 3)
 
     def row_weights(self, later_XKRD: Tensor, own: slice) -> tuple[Tensor, Tensor]:
         """Returns the weights of one chunk's w in rows of A, and what the rows read before it.

@@ -10,7 +10,8 @@ Cost: O(S D E + S C (D + E)) time for chunks of C tokens; O(S) memory unless wei
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from fractions import Fraction
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -299,40 +300,49 @@ def reference(
     Beside each value the matrix holds a unit vector of the token, and one of its own first rows:
     what a query reads of them are the weights.
     """
-    (B, J, S, D), G, V = query_BJSD.shape, key_BGSD.shape[1], value_BVSE.shape[1]
-    E, T = value_BVSE.shape[3], max(G, V)
-    H = max(J, T)
+    (B, J, S, D), E = query_BJSD.shape, value_BVSE.shape[3]
+    H = max(J, key_BGSD.shape[1], value_BVSE.shape[1])
     read, units = np.zeros((B, H, S, E + S + D)), np.eye(S)
-    decays, erases = rule in ("gated", "gated_delta"), rule in ("delta", "gated_delta")
-
-    def rows(x: Any, b: int, h: int, is_normal: bool = False) -> np.ndarray:
-        array: np.ndarray = x[b, h * x.shape[1] // H].double().numpy()
-        size = np.sqrt((array**2).sum(-1, keepdims=True) + 1e-6) if is_normal else 1.0
-        return array / size
-
+    new_tokens = key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS
     for b, h in np.ndindex(B, H):
+        share = Fraction(h, H)
         length, sums = S if key_lengths_B is None else int(key_lengths_B[b]), np.zeros((D, E))
         if past is not None and past.sums is not None:
-            sums = rows(past.sums, b, h)
+            sums = _rows(past.sums, b, share, D)
         if past is not None and past.tail_length is not None:
-            key, value = (rows(x, b, h) for x in (past.tail_key, past.tail_value))
-            key = rows(past.tail_key, b, h, normalize_qk)
-            for i in range(int(past.tail_length[b])):
-                decay = rows(past.tail_log_decay, b, h)[i] if decays else 0.0
-                beta = rows(past.tail_beta, b, h)[i] if erases else None
-                sums = _step(sums, key[i], value[i], decay, beta)
-        query, key = (rows(x, b, h, normalize_qk) for x in (query_BJSD, key_BGSD))
-        value, matrix = rows(value_BVSE, b, h), np.hstack([sums, np.zeros((D, S)), np.eye(D)])
-        for i in range(length):
-            decay = rows(log_decay_BTSZ, b, h)[i] if decays and log_decay_BTSZ is not None else 0.0
-            beta = 1.0 if erases else None
-            if erases and beta_BTS is not None:
-                beta = rows(beta_BTS, b, h)[i]
-            new = np.concatenate([value[i], units[i], np.zeros(D)])
-            matrix = _step(matrix, key[i], new, decay, beta)
+            tail = past.tail_key, past.tail_value, past.tail_log_decay, past.tail_beta
+            for token in _tokens(tail, b, share, int(past.tail_length[b]), rule, normalize_qk):
+                sums = _step(sums, *token)
+        matrix = np.hstack([sums, np.zeros((D, S)), np.eye(D)])
+        query = _rows(query_BJSD, b, share, length, normalize_qk)
+        tokens = _tokens(new_tokens, b, share, length, rule, normalize_qk)
+        for i, (key, value, decay, beta) in enumerate(tokens):
+            new = np.concatenate([value, units[i], np.zeros(D)])
+            matrix = _step(matrix, key, new, decay, beta)
             read[b, h, i] = (D**-0.5 if scale is None else scale) * query[i] @ matrix
-    output, weights, rest = (torch.from_numpy(x) for x in np.split(read, [E, E + S], axis=-1))
-    return Gated(output, weights, rest, backend="reference")
+    output, matrices, rest = (torch.from_numpy(x) for x in np.split(read, [E, E + S], axis=-1))
+    return Gated(output, matrices, rest, backend="reference")
+
+
+def _rows(x: Tensor, b: int, share: Fraction, length: int, is_normal: bool = False) -> np.ndarray:
+    """Returns the rows of the head at this share of all heads; divided by their norm if asked."""
+    rows: np.ndarray = x[b, int(share * x.shape[1]), :length].double().numpy()
+    return rows / np.sqrt((rows**2).sum(-1, keepdims=True) + 1e-6) if is_normal else rows
+
+
+def _tokens(
+    tensors: tuple[Any, ...], b: int, share: Fraction, length: int, rule: str, normalize_qk: bool
+) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Yields key, value, decay and beta of each token of a head; beta None erases nothing."""
+    key, value, log_decay, beta = tensors
+    decays, betas = np.zeros((length, 1)), np.ones(length)
+    if log_decay is not None and rule in ("gated", "gated_delta"):
+        decays = _rows(log_decay, b, share, length)
+    if beta is not None:
+        betas = _rows(beta, b, share, length)
+    keys, values = _rows(key, b, share, length, normalize_qk), _rows(value, b, share, length)
+    for token in zip(keys, values, decays, betas, strict=True):
+        yield token if rule in ("delta", "gated_delta") else (*token[:3], None)
 
 
 def _step(matrix: Any, key: Any, new: Any, decay: Any, beta: Any) -> Any:
