@@ -42,7 +42,7 @@ const pageHistory = createPageHistory(
     const { fields, note, className } = openLink(fragment, kept, state.variants);
     showState(fields, note, className);
   },
-  () => {},
+  (canUndo) => (findById("undo").disabled = !canUndo),
 );
 const weightsPanel = createWeightsPanel(state, {
   onHead: (head) => {
@@ -76,11 +76,12 @@ const runSoon = () => {
 };
 const tensorList = createTensorList(
   state,
-  (tensors, { isAdded, request }) => {
+  (tensors, { isAdded, request, labels }) => {
     if (request) checkpoint.close();
     const kept = { tensors, layer: keptLayer(state), example: null };
     Object.assign(state, isAdded ? {} : NEW_TENSORS, NO_REQUEST, kept);
     if (!isAdded && !state.layer) state.parameters = {};
+    if (labels.length) state.labels = labels;
     const note = request && applyRequest(state, request, buildRequest);
     showOwn(note, note ? "note" : "hint");
     if (note) announce(note);
@@ -239,6 +240,7 @@ function listen() {
     state.labels = parseLabels(event.target.value);
     redraw();
   });
+  findById("undo").addEventListener("click", () => history.back());
   findById("request-form").addEventListener("submit", (event) => {
     event.preventDefault();
     run();
