@@ -253,7 +253,7 @@ function start() {
     draw();
   });
   const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important
-  for (const part of document.querySelectorAll("form details")) part.open = !isNarrow;
+  for (const part of document.querySelectorAll("form > details")) part.open = !isNarrow;
   listen();
   listenToTerms();
   listenToSectionLinks();
