@@ -175,7 +175,7 @@ def test_file_error_is_shown_beside_the_upload(open_page: Open, server: Server) 
     page = wait_until_drawn(open_page(server.url))
     for name, data, message in (
         ("cut.npy", npy(QUERY)[:-3], "cut.npy: this .npy has 77 bytes of data"),
-        ("x.npz", b"PK\x03\x04", "x.npz: archives"),
+        ("x.npz", b"PK\x03\x04", "x.npz: this archive is cut off"),
         ("words.json", b'{"query": ["Your"]}', 'words.json: query: [0] is "Your"'),
     ):
         page.get_by_label("Upload").set_input_files([payload(name, data)])

@@ -27,6 +27,29 @@ def test_page_opens_with_the_six_words_example(open_page: Open, server: Server) 
     assert read_weights(page)["journey"] == [0.1385, 0.2379, 0.2333, 0.1240, 0.1082, 0.1581]
 
 
+def test_first_glance_has_purpose_labels_and_causal(open_page: Open, server: Server) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    expect(page.locator("#purpose")).to_contain_text("qkv runs variants of attention")
+    bar = page.locator(".go").bounding_box()
+    assert bar is not None
+    for label in ("Example", "Variant", "Token labels", "causal"):
+        box = page.get_by_label(label, exact=True).bounding_box()
+        assert box is not None
+        assert box["y"] + box["height"] < bar["y"], label
+    expect(page.locator("#upload-about")).to_be_hidden()
+    page.get_by_text("Which files?").click()
+    expect(page.locator("#upload-about")).to_be_visible()
+
+
+def test_timing_begins_with_the_run_of_the_user(open_page: Open, server: Server) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    expect(page.locator("#timing li", has_text="for the difference")).to_be_visible()
+    page.get_by_label("Variant", exact=True).select_option("taylor")
+    expect(page.locator("#timing ol > li").first).to_contain_text("taylor full weights")
+    expect(page.locator("#timing li", has_text="taylor statistics")).to_be_visible()
+    expect(page.locator("#timing ol > li").first).to_contain_text("taylor full weights")
+
+
 def select_variant(page: Page, variant: str) -> None:
     """Selects a variant with default parameters."""
     page.get_by_label("Example").select_option("words")

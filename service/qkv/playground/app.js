@@ -43,7 +43,7 @@ const pageHistory = createPageHistory(
     const { fields, note, className } = openLink(fragment, kept, state.variants);
     showState(fields, note, className);
   },
-  () => {},
+  (canUndo) => (findById("undo").disabled = !canUndo),
 );
 const weightsPanel = createWeightsPanel(state, {
   onHead: (head) => {
@@ -77,11 +77,12 @@ const runSoon = () => {
 };
 const tensorList = createTensorList(
   state,
-  (tensors, { isAdded, request }) => {
+  (tensors, { isAdded, request, labels }) => {
     if (request) checkpoint.close();
     const kept = { tensors, layer: keptLayer(state), example: null };
     Object.assign(state, isAdded ? {} : NEW_TENSORS, NO_REQUEST, kept);
     if (!isAdded && !state.layer) state.parameters = {};
+    if (labels.length) state.labels = labels;
     const note = request && applyRequest(state, request, buildRequest);
     showOwn(note, note ? "note" : "hint");
     if (note) announce(note);
@@ -249,6 +250,7 @@ function listen() {
     state.labels = parseLabels(event.target.value);
     redraw();
   });
+  findById("undo").addEventListener("click", () => history.back());
   findById("request-form").addEventListener("submit", (event) => {
     event.preventDefault();
     run();
@@ -261,7 +263,7 @@ function start() {
     draw();
   });
   const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important
-  for (const part of document.querySelectorAll("form details")) part.open = !isNarrow;
+  for (const part of document.querySelectorAll("form > details")) part.open = !isNarrow;
   listen();
   listenToTerms();
   listenToSectionLinks();

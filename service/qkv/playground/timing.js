@@ -1,4 +1,4 @@
-// Lists the last requests with their times.
+// Lists the last requests with their times, the run of the user first.
 
 import { formatTime, h } from "./dom.js";
 
@@ -14,17 +14,19 @@ const PARTS = [
  * Creates the list of requests.
  *
  * @param {HTMLElement} root
- * @returns {(call: {variant, what, timing, elapsedMs}) => void} adds one request
+ * @returns {(call: {variant, what, timing, elapsedMs, isRun}) => void} adds one request; `isRun`: it
+ *   is the run of the user, not one for statistics or differences
  */
 export function createTimingList(root) {
-  const list = h("ol", { class: "calls", reversed: true });
+  const list = h("ol", { class: "calls" });
   const key = PARTS.map(([part, title]) =>
     h("li", {}, h("span", { class: `swatch ${part}` }), title),
   );
   root.append(h("ul", { class: "swatches", "aria-label": "Colours" }, ...key), list);
   const calls = [];
   return (call) => {
-    calls.unshift(call);
+    if (call.isRun) calls.unshift(call);
+    else calls.splice(calls[0]?.isRun ? 1 : 0, 0, call);
     calls.splice(MAX_CALLS);
     const longest = Math.max(...calls.map(({ timing }) => timing.total_ms));
     list.replaceChildren(...calls.map((one) => createItem(one, longest)));

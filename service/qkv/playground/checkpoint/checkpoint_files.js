@@ -128,13 +128,15 @@ function conversionCommand(name) {
   return `python -c ${isPlain ? `"${program}"` : `'${program.replaceAll("'", `'"'"'`)}'`}`;
 }
 
+/** Returns the message for a file of torch.save, with the command that converts it. */
+export const pickleMessage = (name) =>
+  "this is a pickle, which can run any code. Make a safetensors file of it: " +
+  conversionCommand(name);
+
 /** Throws for the files that people choose instead, with the way from them. */
 function refuseOtherFormats(file, head) {
   if (PICKLE.test(file.name) || (head[0] === 0x50 && head[1] === 0x4b)) {
-    throw new Error(
-      "this is a pickle, which can run any code. Make a safetensors file of it: " +
-        conversionCommand(file.name),
-    );
+    throw new Error(pickleMessage(file.name));
   }
   if (/\.index\.json$/.test(file.name)) {
     throw new Error("this is the index of a checkpoint: choose the .safetensors files beside it");

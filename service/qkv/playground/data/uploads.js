@@ -1,11 +1,16 @@
-// Reads what a user uploads or pastes: files, JSON, requests and curl commands.
+// Reads what a user uploads or pastes: files, JSON, tables, printed arrays, requests and curl.
 //
-// An upload is {tensors, request}: tensors by name, and {variant, fields} where the text is a
-// request, or null. `fields` are the fields of the body beside `inputs`.
+// An upload is {tensors, request, labels}: tensors by name, and {variant, fields} where the text is
+// a request, or null. `fields` are the fields of the body beside `inputs`. `labels` are the words of
+// a table.
 
+import { pickleMessage } from "../checkpoint/checkpoint_files.js";
+import { parseLiterals } from "./literals.js";
 import { isNpy, parseNpy } from "./npy.js";
+import { isZip, parseNpz } from "./npz.js";
 import { isSafetensors, parseSafetensors } from "./safetensors.js";
-import { isObject, parseJson, parseTensors } from "./tensors.js";
+import { isTable, parseTable } from "./tables.js";
+import { isObject, MAX_TEXT_LENGTH, parseJson, parseTensors } from "./tensors.js";
 
 /** Larger files are rejected unread: a service with default settings rejects them too. */
 export const MAX_FILE_BYTES = 256 * 2 ** 20;
@@ -14,8 +19,8 @@ const BODY_OPTIONS = ["--json", "-d", "--data", "--data-raw", "--data-binary", "
 const OWN_PATH = /\/v1\/(?:attention|gradients)\/([^/?#]+)/;
 
 /**
- * Reads a file: .npy (its tensor is named after the file), .safetensors or JSON. The first bytes
- * decide which, not the name.
+ * Reads a file: .npy (its tensor is named after the file), .npz, .safetensors or a text. The first
+ * bytes decide which, not the name.
  *
  * @param {File} file
  * @param {{maxBytes?: number}} options
@@ -27,13 +32,13 @@ export async function readFile(file, { maxBytes = MAX_FILE_BYTES } = {}) {
     if (file.size > maxBytes) {
       throw new Error(`file too large: ${file.size} bytes, the limit is ${maxBytes}`);
     }
-    return parseBytes(new Uint8Array(await file.arrayBuffer()), file.name);
+    return await parseBytes(new Uint8Array(await file.arrayBuffer()), file.name, maxBytes);
   } catch (error) {
     throw new Error(`${file.name}: ${error.message}`);
   }
 }
 
-function parseBytes(bytes, fileName) {
+async function parseBytes(bytes, fileName, maxBytes) {
   const [, stem, suffix] = /^(.+?)(\.[^.]*)?$/.exec(fileName);
   if (!bytes.length) throw new Error("the file is empty");
   if (isNpy(bytes))
@@ -42,30 +47,36 @@ function parseBytes(bytes, fileName) {
   if (suffix === ".npy" || suffix === ".safetensors") {
     throw new Error(`the content is not ${suffix}: its first bytes are different`);
   }
-  if (bytes[0] === 0x50 && bytes[1] === 0x4b) {
-    throw new Error("archives (.npz, .pt, .zip) are not supported: save .npy or .safetensors");
+  if (isZip(bytes)) {
+    return { tensors: await parseNpz(bytes, { maxBytes, fileName }), request: null };
   }
+  if (/^\.(pt|pth|bin|ckpt)$/.test(suffix)) throw new Error(pickleMessage(fileName));
   let text;
   try {
     text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
   } catch {
-    throw new Error("unknown format: expected .npy, .safetensors or JSON");
+    throw new Error("unknown format: expected .npy, .npz, .safetensors or a text");
   }
   return readText(text, { name: stem });
 }
 
 /**
- * Reads a text: nested lists, tensors by name, the JSON body of a request, or a curl command.
+ * Reads a text: a table, lists and arrays as Python prints them, tensors by name as JSON, the JSON
+ * body of a request, or a curl command.
  *
  * @param {string} text
  * @param {{name?: string}} options `name`: for a tensor without one
- * @returns {{tensors: Object, request: {variant: string|null, fields: Object}|null}}
+ * @returns {{tensors: Object, request: {variant: string|null, fields: Object}|null, labels?: string[]}}
  * @throws {Error} a message for the user
  */
 export function readText(text, { name = "tensor" } = {}) {
   const isCommand = /^\s*\$?\s*curl\s/.test(text);
   const { variant, body } = isCommand ? parseCommand(text) : { variant: null, body: text };
-  const value = parseJson(body);
+  if (text.length <= MAX_TEXT_LENGTH && !isCommand && isTable(text)) {
+    const { rows, labels } = parseTable(text);
+    return { tensors: parseTensors(rows, name), request: null, labels };
+  }
+  const value = parseValues(body, isCommand ? null : name);
   if (!isObject(value) || !("inputs" in value)) {
     if (isObject(value) && "lengths" in value) {
       throw new Error("this request has no inputs: a sweep draws its tensors at random");
@@ -79,6 +90,17 @@ export function readText(text, { name = "tensor" } = {}) {
     );
   }
   return { tensors: parseTensors(inputs, name), request: { variant, fields } };
+}
+
+/** Parses JSON; without it, lists as Python writes them, by name. `name` null: JSON alone. */
+function parseValues(text, name) {
+  try {
+    return parseJson(text);
+  } catch (error) {
+    if (name === null || text.length > MAX_TEXT_LENGTH || !text.trim()) throw error;
+    if (/^\s*\{(?!\s*')/.test(text)) throw error; // JSON's message has the place
+    return parseLiterals(text, name);
+  }
 }
 
 /** Returns variant and body of a curl command as bash reads it. */

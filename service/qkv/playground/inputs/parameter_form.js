@@ -169,6 +169,7 @@ function describeKind(kind) {
 /** Describes the bounds of a number; bounds of a million and more are left out. */
 function describeBounds(kind) {
   if (kind.const !== undefined) return `“${kind.const}”`;
+  if (kind.type === "array") return "such as [4, 0]";
   if (kind.type !== "number" && kind.type !== "integer") return "";
   const [minimum, maximum] = [
     kind.minimum ?? kind.exclusiveMinimum,

@@ -24,7 +24,8 @@ export function createPasteDialog(onPaste, onUpload) {
   const about = h(
     "p",
     { class: "hint", id: "paste-about" },
-    "Nested lists, tensors by name, the JSON body of a request, or a curl command. " +
+    "Cells of a spreadsheet or CSV, Python lists, printed arrays of numpy or torch, tensors by " +
+      "name as JSON, the body of a request, or a curl command. A column of words gives labels. " +
       "One tensor is query, key and value at once. " +
       "The variant and the parameters of a request apply too.",
   );

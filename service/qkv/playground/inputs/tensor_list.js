@@ -4,12 +4,14 @@ import { castTo } from "../checkpoint/hidden_states.js";
 import { isFromFile, isLoaded, layerDtype } from "../data/request_body.js";
 import { toWire } from "../data/tensors.js";
 import { readFile } from "../data/uploads.js";
-import { findById, h, setText } from "../dom.js";
+import { findById, setText } from "../dom.js";
 import { toSentence } from "../error_messages.js";
 import { createPasteDialog } from "./paste_dialog.js";
 import { requestTarget } from "./pasted_request.js";
+import { createLayerRow, createMissingRow, createRow } from "./tensor_rows.js";
 
 const ALL = "query, key, value";
+const KEY_AND_VALUE = "key, value";
 export const UNUSED = "unused";
 
 /**
@@ -80,8 +82,9 @@ export function missingInputs({ tensors, variant, layer }) {
  * Creates the list and its upload and paste controls.
  *
  * @param {Object} state of the page
- * @param {(tensors: Array, options: {isAdded, request}) => void} onAdd called with all tensors;
- *   `isAdded`: earlier uploads are among them; `request`: the uploaded request, or null
+ * @param {(tensors: Array, options: {isAdded, request, labels}) => void} onAdd called with all
+ *   tensors; `isAdded`: earlier ones are among them; `request`: the uploaded request, or null;
+ *   `labels`: words of an uploaded table
  * @param {() => void} onChange called when a role changed or a tensor was removed
  * @param {(files: File[]) => Promise<File[]>} takeFiles takes the files of a checkpoint, and returns
  *   the others
@@ -104,7 +107,9 @@ export function createTensorList(state, onAdd, onChange, takeFiles) {
       const file = `${entry.name}.npy`;
       if (files.includes(file)) entry.file = file;
     }
-    onAdd(tensors, { isAdded: tensors.some((entry) => state.tensors.includes(entry)), request });
+    const labels = uploads.map((upload) => upload.labels ?? []).find((one) => one.length) ?? [];
+    const isAdded = tensors.some((entry) => state.tensors.includes(entry));
+    onAdd(tensors, { isAdded, request, labels });
   };
 
   const addFilesNow = async (chosen) => {
@@ -150,8 +155,11 @@ export function createTensorList(state, onAdd, onChange, takeFiles) {
 
   const show = () => {
     showError(null);
+    const roles = [...listRoles(state), UNUSED];
+    const isUsed = (role) => acceptsInput(role, state.variant, state.layer);
+    const listed = { tensors: state.tensors, variant: state.variant, roles, isUsed };
     list.replaceChildren(
-      ...state.tensors.map((entry) => createRow(entry, state, onChange)),
+      ...state.tensors.map((entry) => createRow(entry, listed, onChange)),
       ...(state.layer && !isFromFile(state.layer) ? [createLayerRow(state.layer)] : []),
       ...missingInputs(state).map(createMissingRow),
     );
@@ -166,7 +174,7 @@ const isOfModel = (layer) => isFromFile(layer) || isLoaded(layer);
 
 /**
  * Merges new tensors with earlier uploads: a file with one tensor, such as .npy, adds to them, and
- * a file with several replaces them.
+ * a file with several replaces them. An optional input, such as a mask, is added to an example too.
  *
  * @param {Object[]} fileTensors the tensors of each file, by name
  * @param {Object} state of the page
@@ -174,7 +182,11 @@ const isOfModel = (layer) => isFromFile(layer) || isLoaded(layer);
 function mergeTensors(fileTensors, state) {
   const parsed = Object.assign({}, ...fileTensors);
   const replacesAll = fileTensors.some((tensors) => Object.keys(tensors).length > 1);
-  const kept = replacesAll ? [] : state.tensors.filter((e) => e.isUploaded && !(e.name in parsed));
+  const { inputs } = state.variant;
+  const isOptional = Object.keys(parsed).every((name) => inputs[name]?.optional); // such as mask
+  const isKept = ({ name, isUploaded }) => (isUploaded || isOptional) && !(name in parsed);
+  const kept = replacesAll ? [] : state.tensors.filter(isKept);
+  for (const entry of kept) entry.isUploaded = true;
   const markUploaded = (entries) => entries.map((entry) => ({ ...entry, isUploaded: true }));
   if (!kept.length) return markUploaded(assignRoles(parsed, state));
   for (const entry of kept) {
@@ -204,6 +216,11 @@ function guessRole(name) {
 function assignRoles(tensors, state) {
   const known = listRoles(state);
   const entries = Object.entries(tensors);
+  const isNamed = ([name]) => known.includes(name) || guessRole(name);
+  const roles = { 2: ["query", KEY_AND_VALUE], 3: ["query", "key", "value"] }[entries.length];
+  if (roles && state.variant.inputs.query && !state.layer && !entries.some(isNamed)) {
+    return entries.map(([name, tensor], at) => ({ name, role: roles[at], tensor }));
+  }
   return entries.map(([name, tensor]) => {
     const isAlone = entries.length === 1 && state.variant.inputs.query && !state.layer;
     if (entries.length === 1 && isOfModel(state.layer) && !known.includes(name)) {
@@ -219,84 +236,5 @@ function assignRoles(tensors, state) {
 /** Returns the roles that a tensor can have, for any variant of the catalogue. */
 export function listRoles({ variants }) {
   const names = [...variants.values()].flatMap((variant) => Object.keys(variant.inputs));
-  return [ALL, ...new Set([...names, "x"])];
-}
-
-function createRow(entry, state, onChange) {
-  const { name, role, tensor } = entry;
-  const isUsed = role.split(", ").some((one) => acceptsInput(one, state.variant, state.layer));
-  const select = h("select", {
-    "aria-label": `Role of ${name}`,
-    change: (event) => {
-      Object.assign(entry, { role: event.target.value, isChosen: true });
-      onChange();
-    },
-  });
-  select.append(
-    ...[...listRoles(state), UNUSED].map((one) => h("option", { selected: one === role }, one)),
-  );
-  const remove = () => {
-    state.tensors.splice(state.tensors.indexOf(entry), 1);
-    onChange();
-  };
-  const shape = `${tensor.shape.join(" × ")} ${tensor.literal ? "" : tensor.dtype}`;
-  const item = h(
-    "li",
-    { class: isUsed ? "" : "idle" },
-    h("span", { class: "name" }, name),
-    h("span", { class: "shape" }, shape),
-    h(
-      "button",
-      { type: "button", class: "quiet", "aria-label": `Remove ${name}`, click: remove },
-      "×",
-    ),
-    select,
-  );
-  if (!isUsed) {
-    item.append(h("span", { class: "hint" }, `${state.variant.variant} has no such input`));
-  }
-  if (isSwapped(role, tensor.shape)) {
-    const [heads, length] = tensor.shape.slice(-3);
-    const words = `${heads} heads of ${length} positions: expected axes (heads, positions, channels). Check their order.`;
-    item.append(h("span", { class: "hint swapped" }, words));
-  }
-  item.dataset.pointers = role
-    .split(", ")
-    .map((one) => `/inputs/${one}`)
-    .join(" ");
-  return item;
-}
-
-/** True if heads and positions may be swapped; a single position can have any number of heads. */
-function isSwapped(role, shape) {
-  const isSequence = role.split(", ").some((one) => ["query", "key", "value"].includes(one));
-  return isSequence && shape.length > 2 && shape.at(-2) > 1 && shape.at(-3) > shape.at(-2);
-}
-
-function createMissingRow(name) {
-  return h(
-    "li",
-    { class: "needed", "data-pointers": `/inputs/${name}` },
-    h("span", { class: "name" }, name),
-    h("span", { class: "hint" }, "required"),
-  );
-}
-
-function createLayerRow(layer) {
-  const shapes = Object.entries(layer.tensors ?? {}).map(
-    ([name, tensor]) => `${name} ${wireShape(tensor).join(" × ")}`,
-  );
-  return h(
-    "li",
-    { "data-pointers": "/layer" },
-    h("span", { class: "name" }, "layer"),
-    h("span", { class: "shape" }, layer.name ?? layer.layout ?? ""),
-    h("span", { class: "hint" }, shapes.join(", ")),
-  );
-}
-
-/** Returns the shape of a tensor as JSON has it: nested lists, or {"shape"}. */
-function wireShape(tensor) {
-  if (!Array.isArray(tensor)) return tensor?.shape ?? [];
-  return [tensor.length, ...(Array.isArray(tensor[0]) ? wireShape(tensor[0]) : [])];
+  return [ALL, KEY_AND_VALUE, ...new Set([...names, "x"])];
 }

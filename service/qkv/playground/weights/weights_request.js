@@ -9,6 +9,7 @@ import { encodeInputs, inputsFor } from "../inputs/tensor_list.js";
 const MAX_FULL_SIZE = 512; // rows or columns of full weights
 const MAX_FULL_SCORES = 2 ** 22; // of all heads together
 const POOL_BINS = 256;
+const STATISTICS = "statistics";
 
 /**
  * Builds the request of the page for a variant.
@@ -83,7 +84,8 @@ export async function fetchView(request, signal, onCall) {
   const hasWeights = "weights" in request.variant.outputs;
   const runRequest = async (what, body) => {
     const { result, elapsedMs } = await post(request.path, body, signal);
-    onCall({ variant: request.variant.variant, what, timing: result.timing, elapsedMs });
+    const isRun = what !== STATISTICS;
+    onCall({ variant: request.variant.variant, what, timing: result.timing, elapsedMs, isRun });
     return result;
   };
   if (!hasWeights) {
@@ -92,7 +94,7 @@ export async function fetchView(request, signal, onCall) {
   }
   const fetchStatistics = async () => {
     const body = { ...request.body, outputs: ["weights"], weights: "stats" };
-    const { outputs } = await runRequest("statistics", body);
+    const { outputs } = await runRequest(STATISTICS, body);
     const named = Object.entries(outputs);
     return Object.fromEntries(named.map(([name, one]) => [name, toNumbers(fromWire(one))]));
   };
