@@ -130,8 +130,8 @@ class GatedInputs(NamedTuple):
 
     def by_head(self, read_XKSE: Tensor) -> Tensor:
         """Returns what the queries read by head of the output, (B, H, S, E)."""
-        read_BTKSE: Tensor = read_XKSE.unflatten(0, (-1, self.T))
-        return read_BTKSE.flatten(1, 2)
+        by_head: Tensor = read_XKSE.unflatten(0, (-1, self.T)).flatten(1, 2)
+        return by_head
 
     def visible(self, x_BHSX: Tensor) -> Tensor:
         """Returns x with zeros for padding, whose NaN or inf would spread."""

@@ -112,10 +112,10 @@ class Chunks(NamedTuple):
     def _solve(self, x_XYCE: Tensor) -> Tensor:
         """Returns (I + M)^-1 x."""
         assert self.mixing_XYCC is not None
-        solved_XYCE: Tensor = torch.linalg.solve_triangular(
+        solved: Tensor = torch.linalg.solve_triangular(
             self.mixing_XYCC, x_XYCE, upper=False, unitriangular=True
         )
-        return solved_XYCE
+        return solved
 
     def _advance(self, y: int, state_XDE: Tensor, update_XCE: Tensor) -> Tensor:
         """Returns the state behind a chunk."""
