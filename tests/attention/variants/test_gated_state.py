@@ -16,6 +16,7 @@ from qkv.attention import catalogue
 from qkv.attention.common.gated_state import State
 from qkv.attention.variants import gated
 from qkv.engine import local
+from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
 from qkv.errors import InvalidContent
 from qkv.jobs.job import Job
@@ -451,3 +452,21 @@ def test_jobs_with_a_state_are_stacked_on_a_device() -> None:
         for name, raw_output in alone.outputs.items():
             one, other = raw_output.numpy(), found.outputs[name].numpy()
             np.testing.assert_allclose(other, one, rtol=0, atol=1e2 * EPS, err_msg=name)
+
+
+def test_bits_do_not_depend_on_the_threads_that_a_large_job_may_take() -> None:
+    """The whole sequence is large enough for several threads; its last part is not."""
+    inputs = tokens(11, 1500, "gated_delta", heads=(4, 4, 4), D=64, E=64, dtype="float32")
+    fields: dict[str, Any] = {"parameters": {"rule": "gated_delta"}, "outputs": BOTH}
+
+    def execute_with(threads: int, arrays: Arrays) -> Arrays:
+        raw = {name: RawTensor.from_numpy(x) for name, x in arrays.items()}
+        job = Job.new(Plan, "gated", Message(fields, raw), LIMITS)
+        (result,) = execute([job], CpuDevice(), stack=False, threads=threads)
+        return {name: x.numpy() for name, x in result.outputs.items()}
+
+    whole = execute_with(2, inputs)
+    first = execute_with(1, part(inputs, 0, 1490))
+    rest = execute_with(2, {**part(inputs, 1490, 1500), **state_of(first)})
+    joined = np.concatenate([first["output"], rest["output"]], 2)
+    assert_same_bits({"output": joined, **state_of(rest)}, whole)
