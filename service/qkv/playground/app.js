@@ -11,6 +11,7 @@ import { createRequestPanel } from "./copy/request_panel.js";
 import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
 import { listenToTerms } from "./glossary.js";
+import { createExampleList } from "./inputs/example_list.js";
 import { EXAMPLES, findExample } from "./inputs/examples.js";
 import { formatLabels, matchLabels, parseLabels } from "./inputs/labels.js";
 import { createControls, showCausalNote } from "./inputs/parameter_form.js";
@@ -100,9 +101,8 @@ const tensorList = createTensorList(
     Object.assign(state, isAdded ? {} : NEW_TENSORS, NO_REQUEST, kept);
     if (!isAdded && !state.layer) state.parameters = {};
     const note = request && applyRequest(state, request, buildRequest);
-    showOwn(note, note ? "note" : "hint");
+    applyOwn(note, note ? "note" : "hint");
     if (note) announce(note);
-    applyState();
   },
   () => {
     state.example = null;
@@ -115,8 +115,7 @@ const checkpoint = createCheckpointPanel(state, {
   onLayer: (isNew) => {
     if (isNew) Object.assign(state, NEW_TENSORS, { dtype: null, pool: null, example: null });
     if (!("query" in state.variant.inputs)) state.variant = state.variants.get("softmax");
-    showOwn("A layer of a checkpoint. Upload hidden states as x, or use random ones.");
-    applyState();
+    applyOwn("A layer of a checkpoint. Upload hidden states as x, or use random ones.");
   },
   onClose: () => useExample(EXAMPLES[0]),
   onError: tensorList.showError,
@@ -128,8 +127,7 @@ const loadedLayers = createLoadedLayers((chosen) => {
   checkpoint.close();
   Object.assign(state, NEW_TENSORS, NO_REQUEST, chosen, { example: null });
   if (!("query" in state.variant.inputs)) state.variant = state.variants.get("softmax");
-  showOwn("A loaded layer. Upload hidden states as x, or use random ones.");
-  applyState();
+  applyOwn("A loaded layer. Upload hidden states as x, or use random ones.");
 });
 const captured = createCapturedPanel(state, {
   onHead: ({ tensors, parameters, note }) => {
@@ -137,19 +135,19 @@ const captured = createCapturedPanel(state, {
     const added = Object.entries(tensors).map(([name, tensor]) => ({ name, role: name, tensor }));
     Object.assign(state, NEW_TENSORS, NO_REQUEST, { tensors: added, parameters, example: null });
     state.variant = state.variants.get("softmax");
-    showOwn(note);
-    applyState();
+    applyOwn(note);
     findById("weights").focus();
   },
   announce,
 });
 
-/** Shows that the tensors are the user's, with a note. */
-function showOwn(note, className = "hint") {
+/** Updates the controls to new tensors and a note on them, then runs. */
+function applyOwn(note, className = "hint") {
   findById("labels").value = formatLabels(state.labels);
   findById("example").value = state.example ?? "";
   setText(findById("example-about"), note);
   findById("example-about").className = className;
+  applyState();
 }
 
 /** Updates the controls to the state, then runs. */
@@ -180,8 +178,7 @@ function useExample(example) {
   state.parameters = { ...parameters };
   state.variant = state.variants.get(variant) ?? [...state.variants.values()][0];
   checkpoint.close();
-  showOwn(example.about);
-  applyState();
+  applyOwn(example.about);
 }
 
 /** Selects a variant; replaces an example that lacks the variant's inputs by one that has them. */
@@ -261,13 +258,6 @@ function draw() {
 }
 
 function listen() {
-  findById("example").addEventListener("change", (event) => {
-    const example = EXAMPLES.find(({ id }) => id === event.target.value);
-    if (example) return useExample(example);
-    tensorList.openPaste(() => {
-      event.target.value = state.example ?? "";
-    });
-  });
   findById("variant").addEventListener("change", (event) => chooseVariant(event.target.value));
   findById("labels").addEventListener("input", (event) => {
     state.labels = parseLabels(event.target.value);
@@ -289,8 +279,7 @@ function start() {
   for (const part of document.querySelectorAll("form details")) part.open = !isNarrow;
   listen();
   listenToTerms();
-  const options = EXAMPLES.map(({ id, title }) => new Option(title, id));
-  findById("example").append(...options, new Option("Your own…", ""));
+  createExampleList(state, useExample, tensorList.openPaste);
   loadCatalogue();
 }
 
