@@ -94,6 +94,11 @@ def test_layers_and_checkpoints_are_listed(loaded: Server, client: Client) -> No
         assert loaded.http.get(f"/v1/layers/{layer['name']}").json() == layer
 
 
+def test_document_has_both_operations_of_the_path(loaded: Server) -> None:
+    paths = loaded.http.get("/openapi.json").json()["paths"]
+    assert paths["/v1/layers"].keys() == {"get", "post"}
+
+
 def test_unknown_layer_is_named(loaded: Server) -> None:
     response = loaded.http.get("/v1/layers/other")
     assert_problem(response, 404)

@@ -103,7 +103,8 @@ def build_document(app: FastAPI, routes: Iterable[APIRoute], is_guarded: bool) -
     for route in routes:
         if route.include_in_schema:
             method = next(iter(route.methods or ()))
-            paths[route.path_format] = {method.lower(): _operation(route, method == "POST")}
+            operations = paths.setdefault(route.path_format, {})
+            operations[method.lower()] = _operation(route, method == "POST")
     for operation in (o for methods in paths.values() for o in methods.values()):
         _add_examples(operation)
     schemas: dict[str, Any] = {}

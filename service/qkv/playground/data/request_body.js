@@ -21,6 +21,9 @@ export function isFromFile(layer) {
 /** True if a layer is one that the service has loaded: it has a name and no tensors. */
 export const isLoaded = (layer) => typeof layer?.name === "string";
 
+/** True if a layer is one of a model: from a file, or loaded. */
+export const isOfModel = (layer) => isFromFile(layer) || isLoaded(layer);
+
 const areBytes = (tensors) =>
   Object.values(tensors ?? {}).some(({ data }) => data instanceof Uint8Array);
 

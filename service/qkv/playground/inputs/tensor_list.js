@@ -1,7 +1,7 @@
 // The list of the request's tensors with the role of each; adds uploaded and pasted tensors.
 
 import { castTo } from "../checkpoint/hidden_states.js";
-import { isFromFile, isLoaded, layerDtype } from "../data/request_body.js";
+import { isFromFile, isOfModel, layerDtype } from "../data/request_body.js";
 import { toWire } from "../data/tensors.js";
 import { readFile } from "../data/uploads.js";
 import { findById, setText } from "../dom.js";
@@ -169,8 +169,6 @@ export function createTensorList(state, onAdd, onChange, takeFiles) {
 
 /** Returns the layer of a model, to which uploaded tensors are added; null for other layers. */
 export const keptLayer = ({ layer }) => (isOfModel(layer) ? layer : null);
-
-const isOfModel = (layer) => isFromFile(layer) || isLoaded(layer);
 
 /**
  * Merges new tensors with earlier uploads: a file with one tensor, such as .npy, adds to them, and
