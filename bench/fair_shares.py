@@ -18,7 +18,7 @@ WEIGHTS: Final = 3  # alice's, of batch's
 SERVICES: Final = {
     "a worker for each CPU": {},
     "one worker": {"QKV_WORKERS": "1"},
-    "device process": {"QKV_DEVICE_PROCESS": "one", "QKV_MAX_BATCH": "8"},
+    "device process": {"QKV_DEVICE_PROCESS": "one"},
 }
 
 
