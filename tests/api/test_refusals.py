@@ -191,3 +191,10 @@ def test_declared_shapes_allocate_nothing(server: Server, shape: list[int]) -> N
     ):  # fmt: skip
         response = assert_allocates_below(16 * MiB, partial(post, server, document, path))
         assert_problem(response, 422, document)
+
+
+def test_wrong_method_gets_the_methods_of_every_route_of_the_path(server: Server) -> None:
+    """GET and POST of one path are in different routers."""
+    response = server.http.request("OPTIONS", "/v1/layers")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "GET, HEAD, POST"

@@ -50,7 +50,8 @@ class Job:
         Raises:
             InvalidContent: a number is wrong.
         """
-        plan.check_numbers(tensors)
+        if "key_lengths" in tensors:
+            plan.inputs.check_key_lengths(tensors)
         return cls(plan, tensors, layer)
 
     @classmethod
