@@ -109,7 +109,8 @@ def create_app(
 ) -> FastAPI:
     """Returns the service as an ASGI application.
 
-    `app.state.runtime` is its `Runtime`. A server may serve `app.state.asgi`: it saves two calls.
+    `app.state.runtime` is its `Runtime`, and `app.state.routes` has its routes. A server may serve
+    `app.state.asgi`: it saves two calls.
 
     Args:
         settings: None reads them from the environment.
@@ -137,7 +138,7 @@ def create_app(
         redirect_slashes=False,
     )
     direct, routes = _add_routes(app, runtime)
-    app.state.runtime = runtime
+    app.state.runtime, app.state.routes = runtime, routes
     # FastAPI calls this in place of its own middleware
     app.middleware_stack = app.state.asgi = _new_asgi(app, runtime, direct, bound)
     _set_document(app, routes, is_guarded=runtime.api_keys is not None)

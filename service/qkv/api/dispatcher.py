@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from starlette.exceptions import HTTPException
-from starlette.routing import Match, Route
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from qkv.api.error_responses import error_response
@@ -85,10 +85,10 @@ def _routing_error(error: HTTPException, scope: Scope) -> QkvError:
     """Returns the error of an unknown path, or of a method that a path does not have."""
     if error.status_code != 405:
         return NotFound(f"path {scope['path'][:200]} does not exist; /docs lists all paths")
-    allowed: set[str] = set()  # of all routes: the error has those of the first one
-    for route in scope["app"].routes:
-        if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE:
-            allowed |= route.methods or set()
+    allowed = set((error.headers or {}).get("Allow", "").split(", "))
+    for route in getattr(scope["app"].state, "routes", ()):  # the error has those of the first one
+        if route.matches(scope)[0] != Match.NONE:
+            allowed |= route.methods
     allow = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
     return MethodNotAllowed(
         f"method is not allowed: got {scope['method']}, expected {allow}", allow=allow
