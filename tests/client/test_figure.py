@@ -22,7 +22,7 @@ from variant_pictures import inputs
 
 from qkv import Client, QkvError, Run
 from qkv.attention import catalogue
-from qkv.client.figures.tokens import shorten, visible
+from qkv.client.tokens import shorten, visible
 from support.pictures import colours, column_labels, matrix, norm, panels, row_labels, titles
 
 TIMING: Final = {"compute_ms": 0.1234, "device": "cpu", "backend": "explicit"}

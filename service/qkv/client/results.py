@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from qkv.client.figures.tokens import Tokens
+    from qkv.client.tokens import Tokens
 
 __all__ = ["Converted", "Gradients", "Run"]
 

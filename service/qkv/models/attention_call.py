@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from qkv.client.figures.tokens import Tokens
+    from qkv.client.tokens import Tokens
 
 __all__ = ["AttentionCall"]
 
@@ -138,7 +138,7 @@ class AttentionCall(ModelCall):
             ValueError, ModuleNotFoundError: as for `Run.figure`.
         """
         from qkv.client.figures.run_figure import draw_run  # needs matplotlib
-        from qkv.client.figures.tokens import choose_tokens
+        from qkv.client.tokens import choose_tokens
 
         some = self.heads[:_DRAWN_HEADS] if heads is None else heads
         chosen = choose_numbers("heads", some, self.heads, self.layer)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qkv.client.arrays import to_raw
-from qkv.client.figures.tokens import Tokens
+from qkv.client.tokens import Tokens
 from qkv.errors import InvalidContent, format_value
 from qkv.jobs.fields import field_error
 from qkv.models.attention_call import AttentionCall

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from qkv.client.figures.tokens import Tokens, choose_tokens
+from qkv.client.tokens import Tokens, choose_tokens
 from qkv.models.attention_call import AttentionCall
 from qkv.models.masks import Part
 

@@ -9,8 +9,8 @@ from typing import Any, Self, overload
 from torch import Tensor
 
 from qkv.client.client import Client
-from qkv.client.figures.tokens import Tokens
 from qkv.client.request_builders import Choice
+from qkv.client.tokens import Tokens
 from qkv.errors import InvalidContent
 from qkv.models.attention_call import AttentionCall
 from qkv.models.call_files import load_file, save_file

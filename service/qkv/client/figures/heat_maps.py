@@ -17,7 +17,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from qkv.client.figures.scale import Scale
-from qkv.client.figures.tokens import count_columns, shorten, visible
+from qkv.client.tokens import count_columns, shorten, visible
 
 __all__ = ["Labels", "Panel", "draw_panels", "figure_of"]
 

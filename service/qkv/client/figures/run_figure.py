@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from qkv.client.arrays import to_raw
 from qkv.client.figures.heat_maps import Labels, Panel, draw_panels
 from qkv.client.figures.scale import Scale
-from qkv.client.figures.tokens import Tokens, check_count, choose_tokens
+from qkv.client.tokens import Tokens, check_count, choose_tokens
 
 __all__ = ["draw_run"]
 
