@@ -284,6 +284,7 @@ def test_command_lists_the_layers_of_a_service(loaded: Server) -> None:
     (gemma,) = (line.split() for line in lines if GEMMA_NAME in line)
     assert gemma[:6] == [GEMMA_NAME, "llama", "float32", "16", "4", "2"]
     assert gemma[6:] == ["causal=true", "window=[2,0]", "softcap=2.0", "scale=0.3333333333333333"]
+    assert "none is not served: none.safetensors: No such file or directory" in lines
     text = stdout_of("layers", "--json", "--url", loaded.url)
     assert json.loads(text) == loaded.http.get("/v1/layers").json()["layers"]
 

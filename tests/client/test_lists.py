@@ -85,7 +85,9 @@ def test_gradients_and_layers_take_lists(server: Server, send: Callable[..., Any
     [
         ({"query": [[1, 2], [3]]}, "query is ragged: got [[1, 2], [3]], expected lists of equal"),
         ({"query": [["a", "b"]]}, "query is invalid: got [['a', 'b']], expected nested lists of"),
+        ({"query": [[1, 1e39]]}, "query has numbers outside the range of float32"),
         ({"key_lengths": [1.5]}, "key_lengths"),
+        ({"key_lengths": [2**63]}, "key_lengths is invalid: got 9.2"),
         ({"mask": [[True, None]]}, "mask is invalid: got [[True, None]], expected nested lists"),
     ],
 )
@@ -95,6 +97,25 @@ def test_invalid_list_is_an_error_with_its_name(
     with pytest.raises(errors.InvalidContent) as caught:
         client.attend("softmax", **INPUTS | arguments)
     assert caught.value.detail.startswith(detail)
+
+
+def test_numbers_of_lists_do_not_wrap(client: Client) -> None:
+    with pytest.raises(errors.InvalidContent) as caught:
+        client.convert({"W_query": [[1e39]]}, source="v1", target="v2")
+    assert caught.value.detail.startswith("W_query has numbers outside the range of float32")
+    ones = np.ones((1, 1), np.float32)
+    weights = {"W_query": [[2**63]], "W_key": ones, "W_value": ones}
+    converted = client.convert(weights, source="v1", target="v2")
+    assert converted.tensors["W_query.weight"].tolist() == [[2.0**63]]
+
+
+def test_list_is_an_input_only_of_the_variants_that_have_it(client: Client) -> None:
+    for name in ("mean", "softmax"):
+        entry = next(v for v in client.variants() if v["variant"] == name)
+        assert ("sinks" in entry["inputs"]) == (name == "softmax")
+    with pytest.raises(errors.InvalidContent) as caught:
+        client.attend("mean", **INPUTS, sinks=[0])
+    assert "sinks" in caught.value.detail
 
 
 def test_input_among_the_parameters_is_named_as_one(server: Server) -> None:

@@ -317,6 +317,10 @@ def test_head_has_the_layer_head_and_tokens_of_the_model(
     wait_until_drawn(opened)
     expect(labels).to_have_value("my own words")
     assert list(read_weights(page)) == ["my", "own", "words"]
+    page.reload()
+    wait_until_drawn(opened)
+    expect(place).to_have_text(f"{LAYER.format(0)}, head 5, sequence 0")
+    expect(labels).to_have_value("my own words")
     choose_example(opened, "words")
     expect(place).to_be_hidden()
 

@@ -62,6 +62,27 @@ def test_chosen_layer_gives_the_weights_of_the_client(open_page: Open, loaded: S
     assert "layer" not in opened.posted("/v1/attention/softmax")[-1]
 
 
+def test_loaded_layer_survives_a_reload_and_undo(open_page: Open, loaded: Server) -> None:
+    opened = open_page(loaded.url)
+    page = wait_until_drawn(opened)
+    choice = page.get_by_label("Loaded layer")
+    choice.select_option(NAME)
+    wait_until_drawn(opened)
+    page.wait_for_function("() => location.hash.includes('layer=')")
+    shown = read_weights(page)
+    page.reload()
+    wait_until_drawn(opened)
+    expect(choice).to_have_value(NAME)
+    assert read_weights(page) == shown
+    page.get_by_label("Variant", exact=True).select_option("linear")
+    wait_until_drawn(opened)
+    page.get_by_role("button", name="Undo").click()
+    expect(page.get_by_label("Variant", exact=True)).to_have_value("softmax")
+    wait_until_drawn(opened)
+    expect(choice).to_have_value(NAME)
+    assert read_weights(page) == shown
+
+
 def test_own_hidden_states_keep_the_layer(open_page: Open, loaded: Server, tmp_path: Path) -> None:
     states = np.random.default_rng(0).normal(size=(5, WIDTH)).astype(np.float32)
     np.save(tmp_path / "states.npy", states)

@@ -130,7 +130,7 @@ def test_function_is_not_run_on_families_with_keywords_that_it_lacks() -> None:
     }
 
 
-def test_report_does_not_pass_if_no_case_ran() -> None:
+def test_report_does_not_pass_if_no_check_ran() -> None:
     report = verify(plain, "softmax", causal=True, dtype="float32")
     assert not report.passed
     assert "no check ran" in str(report)

@@ -49,7 +49,10 @@ def layers(source: Path | None, as_json: bool, url: str, api_key: str | None) ->
     with one_line_errors():
         if source is None:
             loaded = send(url, api_key, build_layers())
-            echo(json.dump(loaded) if as_json else _loaded_table(url, loaded).text(line_width()))
+            if as_json:
+                echo(json.dump(loaded["layers"]))
+            else:
+                echo(_loaded_table(url, loaded).text(line_width()))
             return
         shapes = _shapes(source)
         from qkv.engine.local import layers as find_layers
@@ -79,7 +82,8 @@ def _table(source: Path, entries: Sequence[Mapping[str, Any]]) -> Table:
     return Table(_HEAD, [(f"{count} in {source.name}", list(map(_row, entries)))], notes)
 
 
-def _loaded_table(url: str, layers: Sequence[Mapping[str, Any]]) -> Table:
+def _loaded_table(url: str, loaded: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    layers = loaded["layers"]
     rows = [
         [
             layer["name"],
@@ -90,7 +94,12 @@ def _loaded_table(url: str, layers: Sequence[Mapping[str, Any]]) -> Table:
         ]
         for layer in layers
     ]
-    return Table(_LOADED_HEAD, [(f"{len(layers)} loaded layers of {url}", rows)], [])
+    notes = [
+        f"{checkpoint['name']} is not served: {checkpoint['problem']}"
+        for checkpoint in loaded["checkpoints"]
+        if checkpoint["problem"]
+    ]
+    return Table(_LOADED_HEAD, [(f"{len(layers)} loaded layers of {url}", rows)], notes)
 
 
 def _row(layer: Mapping[str, Any]) -> list[str]:

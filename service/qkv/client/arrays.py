@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from qkv.errors import InvalidContent
-from qkv.tensors import DTYPES, RawTensor
+from qkv.errors import InvalidContent, pointer_to
+from qkv.tensors import DTYPES, FLOATING, RawTensor
+from qkv.wire.casting import cast_untyped
 
 __all__ = ["FromRaw", "from_raw_like", "is_array", "is_list", "list_to_raw", "to_raw"]
 
@@ -55,7 +56,7 @@ def list_to_raw(value: Sequence[Any], name: str) -> RawTensor:
             f"{name} is invalid: got {value!r:.60}, expected nested lists of numbers, or of "
             "booleans"
         )
-    exact = {"b": "bool", "f": "float64"}.get(array.dtype.kind, "int64")
+    exact = {"b": "bool", "i": "int64"}.get(array.dtype.kind, "float64")  # u: above int64
     return RawTensor.from_numpy(array.astype(DTYPES[exact]), is_untyped=True)
 
 
@@ -73,7 +74,8 @@ def to_raw(array: Any, name: str = "tensor") -> RawTensor:
     """
     if is_list(array):
         raw = list_to_raw(array, name)
-        return raw._replace(is_untyped=False) if raw.dtype == "bool" else _to_float32(raw)
+        dtypes = (*FLOATING, "bool") if raw.dtype == "bool" else FLOATING
+        return cast_untyped(raw, name, dtypes, "float32", pointer_to("tensors", name))
     if not _is_torch(array):
         return RawTensor.from_numpy(_as_numpy(array))
     torch = sys.modules["torch"]
@@ -97,10 +99,6 @@ def from_raw_like(array: Any) -> FromRaw:
         return torch.from_numpy(raw.numpy().copy()).to(device)
 
     return from_raw
-
-
-def _to_float32(raw: RawTensor) -> RawTensor:
-    return RawTensor.from_numpy(raw.numpy().astype(np.float32))
 
 
 def _as_numpy(array: Any) -> np.ndarray:

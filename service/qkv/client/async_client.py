@@ -77,7 +77,7 @@ class AsyncClient:
         self._connections = AsyncConnections(new_http) if transport is None else None
         self._templates = RequestTemplates(self._http)
         self._retries = retries
-        self._input_dtypes: dict[str, Sequence[str]] = {}  # read before the first list
+        self._catalogue: list[dict[str, Any]] = []  # read before the first list
 
     async def attend(
         self,
@@ -89,7 +89,7 @@ class AsyncClient:
         **inputs_and_parameters: Any,
     ) -> Run:
         """Runs a variant: see `Client.attend`."""
-        arguments = await self._arrays(inputs_and_parameters)
+        arguments = await self._arrays(inputs_and_parameters, variant)
         return await self.send(build_attend(variant, layer, outputs, weights, arguments))
 
     async def gradients(
@@ -101,7 +101,9 @@ class AsyncClient:
         **inputs_and_parameters: Any,
     ) -> Gradients:
         """Returns the gradients of sum(grad_output * output): see `Client.gradients`."""
-        arguments = await self._arrays({**inputs_and_parameters, "grad_output": grad_output})
+        arguments = await self._arrays(
+            {**inputs_and_parameters, "grad_output": grad_output}, variant
+        )
         return await self.send(build_gradients(variant, layer, arguments))
 
     async def compare(
@@ -116,7 +118,7 @@ class AsyncClient:
         **inputs_and_parameters: Any,
     ) -> Comparison:
         """Compares variants with a baseline on the same inputs: see `Client.compare`."""
-        arguments = await self._arrays(inputs_and_parameters)
+        arguments = await self._arrays(inputs_and_parameters, anchor, *variants)
         return await self.send(
             build_compare(variants, anchor, repeats, rows, per_head, layer, arguments)
         )
@@ -208,19 +210,20 @@ class AsyncClient:
 
     async def layers(self) -> list[dict[str, Any]]:
         """Returns the layers that the service has loaded: see `Client.layers`."""
-        return await self.send(build_layers())
+        return (await self.send(build_layers()))["layers"]
 
     async def variants(self) -> list[dict[str, Any]]:
         """Returns the catalogue: see `Client.variants`."""
         return await self.send(build_variants())
 
-    async def _arrays(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns arguments of a request, with arrays in place of lists that are inputs."""
+    async def _arrays(self, arguments: Mapping[str, Any], *choices: Choice) -> Mapping[str, Any]:
+        """Returns arguments of a request, with arrays in place of lists that are inputs of one of
+        the variants."""
         if not has_lists(arguments):
             return arguments
-        if not self._input_dtypes:
-            self._input_dtypes = input_dtypes(await self.variants())
-        return lists_to_arrays(arguments, self._input_dtypes)
+        if not self._catalogue:
+            self._catalogue = await self.variants()
+        return lists_to_arrays(arguments, input_dtypes(self._catalogue, choices))
 
     async def close(self) -> None:
         """Closes the connections."""

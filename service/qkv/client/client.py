@@ -82,7 +82,7 @@ class Client:
         self._transport: httpx.BaseTransport = transport_of(self._http)
         self._templates = RequestTemplates(self._http)
         self._retries = retries
-        self._input_dtypes: dict[str, Sequence[str]] = {}  # read before the first list
+        self._catalogue: list[dict[str, Any]] = []  # read before the first list
 
     def attend(
         self,
@@ -119,7 +119,7 @@ class Client:
             ServiceUnreachable: no service accepts connections at the address.
             httpx.TransportError: the connection broke or timed out.
         """
-        arguments = self._arrays(inputs_and_parameters)
+        arguments = self._arrays(inputs_and_parameters, variant)
         return self.send(build_attend(variant, layer, outputs, weights, arguments))
 
     def gradients(
@@ -141,7 +141,7 @@ class Client:
         Raises:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
-        arguments = self._arrays({**inputs_and_parameters, "grad_output": grad_output})
+        arguments = self._arrays({**inputs_and_parameters, "grad_output": grad_output}, variant)
         return self.send(build_gradients(variant, layer, arguments))
 
     def compare(
@@ -171,7 +171,7 @@ class Client:
         Raises:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
-        arguments = self._arrays(inputs_and_parameters)
+        arguments = self._arrays(inputs_and_parameters, anchor, *variants)
         return self.send(build_compare(variants, anchor, repeats, rows, per_head, layer, arguments))
 
     def sweep(
@@ -337,7 +337,7 @@ class Client:
         Raises:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
-        return self.send(build_layers())
+        return self.send(build_layers())["layers"]
 
     def variants(self) -> list[dict[str, Any]]:
         """Returns the catalogue.
@@ -350,13 +350,14 @@ class Client:
         """
         return self.send(build_variants())
 
-    def _arrays(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns arguments of a request, with arrays in place of lists that are inputs."""
+    def _arrays(self, arguments: Mapping[str, Any], *choices: Choice) -> Mapping[str, Any]:
+        """Returns arguments of a request, with arrays in place of lists that are inputs of one of
+        the variants."""
         if not has_lists(arguments):
             return arguments
-        if not self._input_dtypes:
-            self._input_dtypes = input_dtypes(self.variants())
-        return lists_to_arrays(arguments, self._input_dtypes)
+        if not self._catalogue:
+            self._catalogue = self.variants()
+        return lists_to_arrays(arguments, input_dtypes(self._catalogue, choices))
 
     def close(self) -> None:
         """Closes the connections."""

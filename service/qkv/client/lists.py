@@ -26,11 +26,21 @@ def has_lists(arguments: Mapping[str, Any]) -> bool:
     return any(map(is_list, arguments.values()))
 
 
-def input_dtypes(catalogue: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[str]]:
-    """Returns the dtypes that an input accepts, by its name, for the inputs of all variants."""
+def input_dtypes(
+    catalogue: Sequence[Mapping[str, Any]], choices: Sequence[str | Mapping[str, Any]]
+) -> dict[str, Sequence[str]]:
+    """Returns the dtypes that an input accepts, by its name, for the inputs of some variants.
+
+    Args:
+        catalogue: all variants.
+        choices: those of the request, the most important one first.
+    """
+    known = {variant["variant"]: variant["inputs"] for variant in catalogue}
     dtypes: dict[str, Sequence[str]] = dict(_EMBEDDINGS)
-    for variant in catalogue:
-        dtypes |= {name: spec["dtypes"] for name, spec in variant["inputs"].items()}
+    for choice in reversed(choices):
+        name = choice if isinstance(choice, str) else choice.get("variant")
+        inputs = known.get(name, {})  # of an unknown one: the service refuses it
+        dtypes |= {name: spec["dtypes"] for name, spec in inputs.items()}
     return dtypes
 
 

@@ -271,12 +271,12 @@ def build_variants() -> RequestSpec[list[dict[str, Any]]]:
     return RequestSpec("GET", "/v1/variants", parse)
 
 
-def build_layers() -> RequestSpec[list[dict[str, Any]]]:
-    """Builds the request for the loaded layers."""
+def build_layers() -> RequestSpec[dict[str, list[dict[str, Any]]]]:
+    """Builds the request for the loaded layers and the checkpoints."""
 
-    def parse(response: httpx.Response) -> list[dict[str, Any]]:
-        layers: list[dict[str, Any]] = response.json()["layers"]
-        return layers
+    def parse(response: httpx.Response) -> dict[str, list[dict[str, Any]]]:
+        loaded: dict[str, list[dict[str, Any]]] = response.json()
+        return {"layers": loaded["layers"], "checkpoints": loaded["checkpoints"]}
 
     return RequestSpec("GET", "/v1/layers", parse)
 

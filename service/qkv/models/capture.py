@@ -16,7 +16,14 @@ from qkv.errors import InvalidContent
 from qkv.models.attention_call import AttentionCall
 from qkv.models.calls import Calls
 from qkv.models.interceptor import Interceptor
-from qkv.models.model_call import CallOutput, Missed, ModelCall, RunOriginal, choose_numbers
+from qkv.models.model_call import (
+    CallOutput,
+    Missed,
+    ModelCall,
+    RunOriginal,
+    choose_numbers,
+    to_numbers,
+)
 from qkv.models.running_modules import is_recomputed
 from qkv.models.selection import check_layers_exist, is_selected
 
@@ -80,10 +87,11 @@ def _check(model: nn.Module, layers: Collection[str] | None, heads: Sequence[int
     check_layers_exist(model, layers or ())
     if heads is None:
         return
-    if not len(heads) or any(type(head) is not int or head < 0 for head in heads):
-        raise InvalidContent(f"heads is invalid: got {heads!r:.80}, expected numbers from 0")
-    if len({*heads}) < len(heads):
-        raise InvalidContent(f"heads is invalid: got {heads!r:.80}, expected different numbers")
+    numbers = to_numbers("heads", heads)
+    if not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise InvalidContent(
+            f"heads is invalid: got {numbers!r:.80}, expected different numbers from 0"
+        )
 
 
 class _Recorder:

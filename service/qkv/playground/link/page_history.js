@@ -82,13 +82,14 @@ export function createPageHistory(state, restore, onEntry) {
   };
 }
 
-/** Returns the fields that the fragment leaves out, to survive a reload; null if there are none. */
+/** Returns the fields that the fragment does not hold, to survive a reload; null if there are none. */
 function largeFields(state) {
   const { tensors, labels, layer } = state;
+  const place = state.place && { ...state.place, file: null }; // a reload forgets the file
   const start = layerBytes(layer);
   const byteCount = tensors.reduce((sum, { tensor }) => sum + tensor.data.length, start);
-  const isNeeded = formatLink(state).leftOut.length > 0;
-  return isNeeded && byteCount <= MAX_ENTRY_BYTES ? { tensors, labels, layer } : null;
+  const isNeeded = place !== null || formatLink(state).leftOut.length > 0;
+  return isNeeded && byteCount <= MAX_ENTRY_BYTES ? { tensors, labels, layer, place } : null;
 }
 
 /** True if a kept state has the tensors and labels of the page. */

@@ -3,7 +3,7 @@
 // A fragment such as #example=words&variant=linear&parameters.causal=true&row=1 is for people too:
 // a field that it lacks has the value of the example. The browser sends no fragment to the service.
 
-import { isFromFile } from "../data/request_body.js";
+import { isFromFile, isLoaded } from "../data/request_body.js";
 import { fromWire, isObject, parseJson, toWire } from "../data/tensors.js";
 import { EXAMPLES } from "../inputs/examples.js";
 import { formatLabels, parseLabels } from "../inputs/labels.js";
@@ -119,8 +119,8 @@ function parseCount(text, name) {
 
 function parseLayer(text, name) {
   const layer = parseField(text, name);
-  if (isObject(layer) && isObject(layer.tensors)) return layer;
-  throw wrongField(name, text, "an object with tensors");
+  if (isObject(layer) && (isObject(layer.tensors) || isLoaded(layer))) return layer;
+  throw wrongField(name, text, "an object with tensors, or with the name of a loaded layer");
 }
 
 function parseTensorList(text, variants) {
