@@ -111,7 +111,7 @@ def test_compose_file_mounts_the_folder_of_its_checkpoints(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout
     services = YAML(typ="safe").load(path.read_text())["services"]
     for name in ("qkv", "qkv-gpu"):
-        assert "./models:/models:ro" in services[name]["volumes"]
+        assert {"./models:/models:ro", "./variants:/variants:ro"} == {*services[name]["volumes"]}
         assert services[name]["environment"]["QKV_CHECKPOINTS"] is None  # that of the shell
     assert f"QKV_CHECKPOINTS=minilm=/models/{CHECKPOINT}" in path.read_text()
 
