@@ -248,7 +248,7 @@ def test_case_whose_deadline_has_passed_does_not_begin(server: Server) -> None:
 def test_too_many_waiting_cases_get_503(monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = BlockedThread(monkeypatch)
     # private: the limit is no setting, and to reach it takes too many clients
-    monkeypatch.setattr("qkv.api.work_threads._MOST_ACCEPTED", 2)
+    monkeypatch.setattr("qkv.api.work_threads._MAX_ACCEPTED", 2)
 
     with running_server() as server, ThreadPoolExecutor(5) as threads:
         posts = [

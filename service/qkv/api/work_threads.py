@@ -20,8 +20,8 @@ from qkv.errors import ClientDisconnected, DeadlineExceeded, ServiceUnavailable
 
 __all__ = ["Work", "WorkThreads"]
 
-_MOST_ACCEPTED: Final = 32
-_RETRY_AFTER_S: Final = _MOST_ACCEPTED // 4  # if each takes 0.25 s, as a large right output
+_MAX_ACCEPTED: Final = 32
+_RETRY_AFTER_S: Final = _MAX_ACCEPTED // 4  # if each takes 0.25 s, as a large right output
 _LATE: Final = "the work of the request was not done in time, its deadline passed"
 
 _T = TypeVar("_T")
@@ -63,7 +63,7 @@ class WorkThreads:
             DeadlineExceeded: the deadline passed first.
             ServiceUnavailable: too many requests wait.
         """
-        if self._accepted >= _MOST_ACCEPTED:
+        if self._accepted >= _MAX_ACCEPTED:
             text = f"{self._accepted} requests to {self._kind} wait for a thread"
             raise ServiceUnavailable(text, retry_after=_RETRY_AFTER_S)
         deadline = None if wait_s is None else received_at + wait_s

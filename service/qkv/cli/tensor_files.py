@@ -25,7 +25,7 @@ from qkv.wire.safetensors import LAYER
 __all__ = ["SUFFIXES", "check_target", "needed", "read", "read_request", "replace_file", "write"]
 
 SUFFIXES: Final = (".safetensors", ".npz", ".json")
-_MOST_UNPACKED: Final = 1 << 30
+_MAX_UNPACKED: Final = 1 << 30
 """The most bytes of compressed arrays in one .npz file: zeros take a thousandth of their size."""
 
 
@@ -180,16 +180,16 @@ def _decode_npz(content: bytes, group: str, prefix: str | None = None) -> Messag
             dtypes = {n: _dtype_of_member(archive.zip, info) for n, info in members.items()}
             chosen = _chosen_members(dtypes, group, prefix)
             unpacked = sum(members[n].file_size for n in chosen if members[n].compress_type)
-            if unpacked <= _MOST_UNPACKED:
+            if unpacked <= _MAX_UNPACKED:
                 arrays = {name: archive[name] for name in chosen}
     except QkvError:
         raise
     except Exception as error:  # numpy, zipfile and zlib have a dozen for damaged files
         raise InvalidContent(f"not an .npz file of plain arrays: {error}") from None
-    if unpacked > _MOST_UNPACKED:
+    if unpacked > _MAX_UNPACKED:
         raise InvalidContent(
             f"compressed arrays are too large: got {unpacked:,} bytes, expected at most "
-            f"{_MOST_UNPACKED:,}; numpy.savez writes arrays without compression"
+            f"{_MAX_UNPACKED:,}; numpy.savez writes arrays without compression"
         )
     tensors, layer = {}, {}
     for name, array in arrays.items():

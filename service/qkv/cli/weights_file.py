@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qkv.cli import tensor_files
-from qkv.client.layer_tensors import MOST, below, check_count, is_needed
+from qkv.client.layer_tensors import MAX_TENSORS, below, check_count, is_needed
 from qkv.errors import InvalidContent
 from qkv.tensors import nbytes
 from qkv.wire.checkpoint.checkpoint import Checkpoint, is_checkpoint
@@ -64,7 +64,7 @@ def _request_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_small(checkpoint: Checkpoint) -> bool:
     """Returns True if a request may have all tensors, so that this process needs no torch."""
-    if len(checkpoint.names) > MOST:
+    if len(checkpoint.names) > MAX_TENSORS:
         return False
     sizes = (nbytes("float64", checkpoint.shape(name)) for name in checkpoint.names)
     return sum(sizes) <= _SMALL

@@ -12,9 +12,9 @@ from qkv.client.arrays import to_raw
 from qkv.errors import InvalidContent, pointer_to
 from qkv.tensors import FLOATING, RawTensor
 
-__all__ = ["MOST", "below", "check_count", "is_needed", "select"]
+__all__ = ["MAX_TENSORS", "below", "check_count", "is_needed", "select"]
 
-MOST: Final = 256
+MAX_TENSORS: Final = 256
 """The most tensors that are sent as those of a layer: a whole model without a prefix has more."""
 
 
@@ -85,12 +85,12 @@ def check_count(names: list[str], prefix: object, pointer: str = "") -> None:
     Raises:
         InvalidContent: there are too many.
     """
-    if len(names) <= MOST:
+    if len(names) <= MAX_TENSORS:
         return
     state = "is too short" if prefix else "is missing"
     raise InvalidContent(
         f"prefix {state}: got {len(names)} tensors such as {names[0]!r:.200}, expected one that "
-        f"selects at most {MOST}, those of one layer",
+        f"selects at most {MAX_TENSORS}, those of one layer",
         pointer=f"{pointer}/prefix",
     )
 

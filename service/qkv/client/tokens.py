@@ -11,7 +11,7 @@ __all__ = ["Tokens", "check_count", "choose_tokens", "count_columns", "shorten",
 Tokens: TypeAlias = Sequence[str] | Sequence[Sequence[str]]
 """A string for each position, or a list of them for each sequence of the batch."""
 
-_MOST: Final = 14  # columns of a label
+_MAX_COLUMNS: Final = 14  # columns of a label
 _SIGNS: Final = {"\n": "↵", "\t": "⇥"}
 _JOINERS: Final = "\u200c\u200d"  # inside Persian words and emoji
 
@@ -77,7 +77,7 @@ def _sign(character: str) -> str:
     return character if is_shown else repr(character)[1:-1]
 
 
-def shorten(text: str, limit: int = _MOST) -> str:
+def shorten(text: str, limit: int = _MAX_COLUMNS) -> str:
     """Returns a text of at most `limit` columns; an ellipsis shows that it is shorter."""
     if count_columns(text) <= limit:
         return text

@@ -54,17 +54,17 @@ class SharedLimit:
             return ServiceUnavailable(
                 f"the queue is full: {excess}", retry_after=self._retry_after(total)
             )
-        own = loads.get(tenant, Load())
+        load = loads.get(tenant, Load())
         share = self.limit.part(tenant.weight / sum([each.weight for each in competing]))
-        excess_of_share = share.excess(own, added)
+        excess_of_share = share.excess(load, added)
         if excess_of_share is None:
             return None
-        if excess is None and not own.requests:
+        if excess is None and not load.requests:
             return None  # a request that is larger than the share, and has room
         return TooManyRequests(
             f"the key {tenant.name} has its share of the queue, which others use too: "
             f"{excess_of_share}",
-            retry_after=self._retry_after(own),
+            retry_after=self._retry_after(load),
         )
 
     def _competing(self, tenant: Tenant, loads: dict[Tenant, Load]) -> set[Tenant]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeVar
 from uuid import uuid4
 
 import pydantic
@@ -23,7 +23,7 @@ from qkv.client.tokens import Tokens
 from qkv.errors import InvalidContent, format_value
 from qkv.jobs.fields import field_error
 from qkv.models.attention_call import AttentionCall
-from qkv.models.call_tokens import cut_tokens
+from qkv.models.call_tokens import SavedPart, cut_tokens
 from qkv.models.masks import Part, parts_of
 from qkv.models.model_call import Missed
 from qkv.wire.safetensors import DTYPES
@@ -47,6 +47,9 @@ def _check_different(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 _Count = Annotated[int, pydantic.Field(ge=0)]
 _Numbers = Annotated[tuple[_Count, ...], pydantic.AfterValidator(_check_different)]
+_MISSED_LIST: Final = pydantic.TypeAdapter(list[Missed])
+_TOKENS_BY_ITEM: Final = pydantic.TypeAdapter(dict[_Count, list[str]])
+_T = TypeVar("_T")
 
 
 class CallFacts(pydantic.BaseModel):
@@ -64,10 +67,6 @@ class CallFacts(pydantic.BaseModel):
     items: _Numbers
     dropout: Annotated[float, pydantic.Field(ge=0, lt=1)]
     is_self: bool | None = None  # absent in older files
-
-
-SavedPart: TypeAlias = tuple[AttentionCall, Part]
-"""A part of a call, which becomes one call of the file."""
 
 
 def save_file(
@@ -130,8 +129,8 @@ def load_file(
             if _CALLS not in metadata:
                 raise InvalidContent(f"{path} has no calls: expected a file of Calls.save")
             calls = parse_calls(where, metadata[_CALLS])
-            missed = parse_missed(where, metadata.get(_MISSED, "[]"))
-            tokens = parse_tokens(where, metadata.get(_TOKENS, "{}"))
+            missed = _parse(where, _MISSED, metadata.get(_MISSED, "[]"), _MISSED_LIST)
+            tokens = _parse(where, _TOKENS, metadata.get(_TOKENS, "{}"), _TOKENS_BY_ITEM)
             names = set(file.keys())
             loaded = [_call(index, facts, file, names, where) for index, facts in enumerate(calls)]
             return loaded, missed, tokens
@@ -189,24 +188,10 @@ def parse_calls(where: str, text: str) -> list[CallFacts]:
     Raises:
         InvalidContent: a fact is missing or wrong.
     """
-    calls: list[CallFacts] = _parse(where, _CALLS, text, pydantic.TypeAdapter(list[CallFacts]))
-    return calls
+    return _parse(where, _CALLS, text, pydantic.TypeAdapter(list[CallFacts]))
 
 
-def parse_missed(where: str, text: str) -> list[Missed]:
-    """Parses the metadata `qkv_missed`; arguments and errors are those of `parse_calls`."""
-    missed: list[Missed] = _parse(where, _MISSED, text, pydantic.TypeAdapter(list[Missed]))
-    return missed
-
-
-def parse_tokens(where: str, text: str) -> dict[int, list[str]]:
-    """Parses the metadata `qkv_tokens`; arguments and errors are those of `parse_calls`."""
-    adapter = pydantic.TypeAdapter(dict[_Count, list[str]])
-    tokens: dict[int, list[str]] = _parse(where, _TOKENS, text, adapter)
-    return tokens
-
-
-def _parse(where: str, key: str, text: str, expected: pydantic.TypeAdapter[Any]) -> Any:
+def _parse(where: str, key: str, text: str, expected: pydantic.TypeAdapter[_T]) -> _T:
     try:
         return expected.validate_json(text, strict=True)
     except pydantic.ValidationError as error:

@@ -31,7 +31,7 @@ __all__ = ["PieceResults", "compare_calls"]
 
 _VARIANTS: Final = 16  # in a request, the most that the service takes
 
-Found: TypeAlias = list[tuple[int, int, HeadSums]]
+HeadResults: TypeAlias = list[tuple[int, int, HeadSums]]
 """Sums by the index of the head in its call, and by the number of the variant."""
 
 
@@ -82,14 +82,14 @@ class _Request(NamedTuple):
             return None
         return f"the mask alone is too large: got {size} bytes, expected at most {limit}"
 
-    def failed(self, problem: str) -> Found:
+    def failed(self, problem: str) -> HeadResults:
         """Returns sums that have a problem and no figures."""
         queries = self.piece.query_count
         heads = self.piece.heads
         return [(h, n, HeadSums(queries, problem)) for h in heads for n in self.variants]
 
 
-PieceResults: TypeAlias = dict[Any, Found | list[_Request]]
+PieceResults: TypeAlias = dict[Any, HeadResults | list[_Request]]
 """The results of each request of a comparison, or the smaller requests to send instead."""
 
 
@@ -166,7 +166,7 @@ class _Comparer:
         self._rows, self._client, self._results = rows, client, results
 
     def compare(self, number: int, call: AttentionCall) -> Iterator[tuple[int, int, HeadSums]]:
-        """Yields the sums of each piece of a call, as `Found` has them."""
+        """Yields the sums of each piece of a call, as `HeadResults` has them."""
         for part_number, part in enumerate(parts_of(call)):
             usable = []
             for n, variant in enumerate(self._variants):
@@ -187,7 +187,7 @@ class _Comparer:
             return f"the baseline cannot run: {problem}"
         return variant.signature.problem(part)
 
-    def _results_of(self, place: tuple[int, int], request: _Request) -> Found:
+    def _results_of(self, place: tuple[int, int], request: _Request) -> HeadResults:
         """Returns the results of a request, known or new, or those of smaller requests."""
         piece = request.piece
         key = (*place, piece.first, piece.last, request.variants)
@@ -203,7 +203,7 @@ class _Comparer:
             for result in (self._results_of(place, each) if isinstance(each, _Request) else [each])
         ]
 
-    def _send(self, request: _Request) -> Found:
+    def _send(self, request: _Request) -> HeadResults:
         """Returns the results of a request, from the service or from this process."""
         piece = request.piece
         variants = [self._variants[n] for n in request.variants]

@@ -25,7 +25,7 @@ __all__ = ["HeadComparison"]
 
 _COLUMNS: Final = tuple(each.name for each in fields(HeadRow))
 _SHOWN: Final = 10  # rows in a notebook, below the map
-_MOST_CELLS: Final = 1 << 18
+_MAX_CELLS: Final = 1 << 18
 """The most cells of all maps in a figure. 126 layers of 128 heads with 16 variants have fewer."""
 _NAMES: Final = {
     "relative_error": "relative error",
@@ -143,10 +143,10 @@ class HeadComparison:
                 )
         layers = self.layers
         cells = self._cells() * len(variants or known)
-        if cells > _MOST_CELLS:
+        if cells > _MAX_CELLS:
             raise InvalidContent(
                 f"the map is too large: got {cells:,} cells, one for each variant, layer and "
-                f"number of a head, expected at most {_MOST_CELLS:,}"
+                f"number of a head, expected at most {_MAX_CELLS:,}"
             )
         maps = {name: self._map(name, value, layers) for name in variants or known}
         label = _NAMES[value].replace("-\n", "-").replace("\n", " ")
@@ -176,7 +176,7 @@ class HeadComparison:
         """Returns the map of relative errors, above the heads with the least error."""
         best = self.sorted()._table(_SHOWN).html()
         variants = {row.variant for row in self.rows}
-        if not self.rows or self._cells() * len(variants) > _MOST_CELLS:
+        if not self.rows or self._cells() * len(variants) > _MAX_CELLS:
             return best
         return picture(self.figure) + best
 

@@ -35,8 +35,8 @@ GRAD_OUTPUT: Final = "grad_output"
 
 _REQUEST_FIELDS: Final = ("parameters", "dtype")
 _OPTIONAL_INPUTS: Final = {"mask": "bool", "key_lengths": "int64"}  # and their dtypes
-_MOST_NUMBERS: Final = 1 << 26  # of scores or of the output: each takes about 80 bytes to judge
-_MOST_INPUTS: Final = 1 << 30  # numbers of an input: 8 GiB, since they are drawn in float64
+_MAX_NUMBERS: Final = 1 << 26  # of scores or of the output: each takes about 80 bytes to judge
+_MAX_INPUTS: Final = 1 << 30  # numbers of an input: 8 GiB, since they are drawn in float64
 
 _to_tensor = from_raw_like(torch.empty(0))
 
@@ -190,8 +190,8 @@ def _check_size(variant: Variant, sizes: Mapping[str, int], pointer: str) -> Non
     drawn = [i for i in variant.inputs.values() if not i.is_optional]
     results = max(count("BHLS"), count(variant.outputs["output"].letters))
     for size, text, limit in (
-        (results, "scores or numbers of the output", _MOST_NUMBERS),
-        (max(count(i.letters) for i in drawn), "numbers of an input", _MOST_INPUTS),
+        (results, "scores or numbers of the output", _MAX_NUMBERS),
+        (max(count(i.letters) for i in drawn), "numbers of an input", _MAX_INPUTS),
     ):
         if size > limit:
             raise InvalidContent(

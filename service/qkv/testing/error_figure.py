@@ -12,7 +12,7 @@ from qkv.client.figures.scale import Scale
 
 __all__ = ["draw_errors"]
 
-_MOST: Final = 1e6  # infinite errors have this size
+_LARGEST: Final = 1e6  # infinite errors have this size
 _CELL: Final = (0.3, 0.2)  # inches; both panels are stretched to one size
 
 
@@ -23,7 +23,7 @@ def draw_errors(name: str, errors: np.ndarray) -> Figure:
         name: of the case.
         errors: (..., rows, columns), in units of the budget.
     """
-    errors = np.nan_to_num(errors, nan=_MOST, posinf=_MOST).clip(max=_MOST)
+    errors = np.nan_to_num(errors, nan=_LARGEST, posinf=_LARGEST).clip(max=_LARGEST)
     planes = errors.reshape(-1, *errors.shape[-2:])
     largest = planes.max((1, 2))
     worst = int(largest.argmax())

@@ -19,7 +19,7 @@ from qkv.attention.common.row_masks import mask_padding
 __all__ = ["average_by_channels"]
 
 _LEAST = -16.0  # smallest key: S over a channel's sum of e^k is below 2**24
-_MOST = 2.0**24  # largest sum of e^k: no key is above 17
+_MAX_SUM = 2.0**24  # largest sum of e^k: no key is above 17
 _SIZES = (2.0**-60, 1e15)  # sizes of averages between which nothing has overflowed
 
 
@@ -39,7 +39,7 @@ def average_by_channels(
     values_BGED, ones_BG1D = State.of(mask_padding(padding_BS, key, -torch.inf), value, _power)
     average_BGED = values_BGED.div_(ones_BG1D)
     size_B = average_BGED.abs().amax((1, 2, 3))
-    total_fits = items_within(ones_BG1D.amax((1, 2, 3)), 0.0, _MOST)
+    total_fits = items_within(ones_BG1D.amax((1, 2, 3)), 0.0, _MAX_SUM)
     size_fits = items_within(size_B, *_SIZES)
     fits = [all(three) for three in zip(fits, total_fits, size_fits, strict=True)]
     if not any(fits):

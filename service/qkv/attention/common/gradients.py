@@ -31,7 +31,7 @@ _ORDINARY = (
     1e20  # products of a few factors up to it, and their sums, are far inside float64's range
 )
 _TERMS = ("alibi_slopes", "sinks")  # the names of the gradients of `HeadTerms`
-_MOST_EXPONENT = 2000  # beyond it every number but 0 overflows or underflows
+_MAX_EXPONENT = 2000  # beyond it every number but 0 overflows or underflows
 
 
 def normalize_size(x: Tensor) -> tuple[Tensor, int]:
@@ -53,7 +53,7 @@ def scale_back(x: Tensor, exponents: Tensor | int) -> Tensor:
         if exponents == 0:
             return x
         exponents = torch.full((), exponents, device=x.device)
-    return times_power_of_2(x, exponents.clamp(-_MOST_EXPONENT, _MOST_EXPONENT))
+    return times_power_of_2(x, exponents.clamp(-_MAX_EXPONENT, _MAX_EXPONENT))
 
 
 def is_ordinary(

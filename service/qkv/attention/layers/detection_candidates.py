@@ -26,7 +26,7 @@ __all__ = [
 _BASES: Final = (10000.0, 500000.0, 1000000.0)
 _PARTS: Final = (1, 2, 4)  # the divisors of the width of a head that give the rotated channels
 _NORMS: Final = tuple(QKNorm(eps=eps, offset=n) for n in (0, 1) for eps in (1e-6, 1e-5))
-_MOST_ROTATED: Final = 65536  # the bound of Rope.dims
+_MAX_ROTATED: Final = 65536  # the bound of Rope.dims
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _ropes(given: Rope | None, width: int) -> Iterator[Rope]:
         dims = [
             None if part == width else part
             for part in parts
-            if part == width or part <= _MOST_ROTATED
+            if part == width or part <= _MAX_ROTATED
         ]
     for order, base, part in itertools.product(orders, bases, dims):
         scaling = None if given is None else given.scaling

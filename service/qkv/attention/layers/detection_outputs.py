@@ -23,12 +23,12 @@ from qkv.attention.layers.rope import Rope, rotate
 __all__ = ["Projections", "SplitOutputs", "block_scores"]
 
 _BLOCK: Final = 1 << 22  # numbers of scores at once
-_MOST_VARIATIONS: Final = 12  # of one call
+_MAX_VARIATIONS: Final = 12  # of one call
 
 
 def block_scores(heads: int, length: int) -> int:
     """Returns the most scores at once: a block, or one row if this is larger."""
-    row = _MOST_VARIATIONS * heads * length
+    row = _MAX_VARIATIONS * heads * length
     return min(max(_BLOCK, row), row * length)
 
 

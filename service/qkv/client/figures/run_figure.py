@@ -18,7 +18,7 @@ from qkv.client.tokens import Tokens, check_count, choose_tokens
 __all__ = ["draw_run"]
 
 _HEADS: Final = 16  # drawn by default
-_MOST: Final = 256  # cells a side; a larger matrix is drawn as sums of its cells
+_MAX_SIDE: Final = 256  # cells a side; a larger matrix is drawn as sums of its cells
 _STATISTIC_CELL: Final = (0.25, 0.2)  # inches
 _STATISTICS: Final = {
     "entropy": ("entropy, nats", "query"),
@@ -232,7 +232,7 @@ def _fit(plane: np.ndarray, indices: np.ndarray | None, size: tuple[int, int]) -
         size: (rows, columns) of the whole matrix.
     """
     rows, columns = size
-    tall, wide = math.ceil(rows / _MOST), math.ceil(columns / _MOST)
+    tall, wide = math.ceil(rows / _MAX_SIDE), math.ceil(columns / _MAX_SIDE)
     exact = plane.astype(np.float64)
     if indices is None and tall == wide == 1:
         return exact

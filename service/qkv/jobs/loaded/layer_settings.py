@@ -77,15 +77,15 @@ class ModelFiles:
 
     def __init__(self, source: Path) -> None:
         folder = source if source.is_dir() else source.parent
-        self._own_path = folder / "qkv.toml" if source.is_dir() else source.with_suffix(".toml")
-        config, own = _read(folder / "config.json"), _read(self._own_path)
+        self._toml_path = folder / "qkv.toml" if source.is_dir() else source.with_suffix(".toml")
+        config, toml = _read(folder / "config.json"), _read(self._toml_path)
         self._config: Mapping[str, Any] | None = None
         if config is not None:
             self._config = _parsed(folder / "config.json", lambda: load_names(config))
-        self._own: dict[str, Any] = {}
-        if own is not None:
-            self._own = _parsed(self._own_path, lambda: tomllib.loads(own.decode()))
-        self._own_layers = self._own.pop("layers", {})
+        self._toml: dict[str, Any] = {}
+        if toml is not None:
+            self._toml = _parsed(self._toml_path, lambda: tomllib.loads(toml.decode()))
+        self._toml_layers = self._toml.pop("layers", {})
 
     def settings_of(
         self, block: str, path: str, layouts: Mapping[str, Layout], width: int | None
@@ -104,23 +104,23 @@ class ModelFiles:
         config = LayerConfig()
         if self._config is not None:
             config = read_config(self._config, path, width)
-        own = self._fields_of(block)
-        given = own.model_dump(exclude_unset=True)
-        layout = self._layout(layouts, own, config)
+        file_fields = self._fields_of(block)
+        given = file_fields.model_dump(exclude_unset=True)
+        layout = self._layout(layouts, file_fields, config)
         self._check_known(given, config, layout)
         fields = {
             name: value
             for name, value in {**config.fields, **given}.items()
             if name in LayerOptions.model_fields and name not in (*_PARAMETERS, "prefix", "input")
         }
-        if own.positions not in (None, "rotary") or own.alibi:
+        if file_fields.positions not in (None, "rotary") or file_fields.alibi:
             fields.pop("rope", None)
-        if "alibi" in (own.positions, config.positions) and "alibi" not in given:
+        if "alibi" in (file_fields.positions, config.positions) and "alibi" not in given:
             fields["alibi"] = layout.alibi or True
         parameters = dict(config.parameters)
         parameters |= {name: given[name] for name in _PARAMETERS if name in given}
         parameters = {name: value for name, value in parameters.items() if value is not False}
-        norm, module = _norm_of(config, own)
+        norm, module = _norm_of(config, file_fields)
         try:
             options = LayerOptions.model_validate({**fields, "layout": layout.name})
         except pydantic.ValidationError as error:
@@ -129,23 +129,23 @@ class ModelFiles:
         return LayerSettings(options, parameters, norm, module)
 
     def _fields_of(self, block: str) -> _FileFields:
-        of_block = self._own_layers.get(block, {}) if isinstance(self._own_layers, dict) else None
+        of_block = self._toml_layers.get(block, {}) if isinstance(self._toml_layers, dict) else None
         if not isinstance(of_block, dict):
-            raise InvalidContent(f"{self._own_path}: layers is wrong: expected tables of layers")
-        fields: dict[str, Any] = {**self._own, **of_block}
+            raise InvalidContent(f"{self._toml_path}: layers is wrong: expected tables of layers")
+        fields: dict[str, Any] = {**self._toml, **of_block}
         try:
             return _FileFields.model_validate(fields)
         except pydantic.ValidationError as error:
             problem = field_error(error, list(_FileFields.model_fields), nested=NESTED_FIELDS)
-            raise InvalidContent(f"{self._own_path}: {problem.detail}") from None
+            raise InvalidContent(f"{self._toml_path}: {problem.detail}") from None
 
     def _layout(
-        self, layouts: Mapping[str, Layout], own: _FileFields, config: LayerConfig
+        self, layouts: Mapping[str, Layout], file_fields: _FileFields, config: LayerConfig
     ) -> Layout:
-        named = own.layout if own.layout != "auto" else config.layout
+        named = file_fields.layout if file_fields.layout != "auto" else config.layout
         if named is not None and named in layouts:
             return layouts[named]
-        if len(layouts) == 1 and own.layout == "auto":
+        if len(layouts) == 1 and file_fields.layout == "auto":
             return next(iter(layouts.values()))
         raise self._ask("layout", f"names and shapes fit {', '.join(layouts)}")
 
@@ -172,11 +172,11 @@ class ModelFiles:
             "softcap": "softcap = 50.0 or softcap = false",
             "scale": "scale = 0.125 or scale = false",
         }[field]
-        return InvalidContent(f"{reason}; write {example} into {self._own_path}")
+        return InvalidContent(f"{reason}; write {example} into {self._toml_path}")
 
 
-def _norm_of(config: LayerConfig, own: _FileFields) -> tuple[InputNorm | None, str | None]:
-    if (given := own.input_norm) is not None:
+def _norm_of(config: LayerConfig, file_fields: _FileFields) -> tuple[InputNorm | None, str | None]:
+    if (given := file_fields.input_norm) is not None:
         numbers = QKNorm(eps=given.eps, offset=given.offset)
         return InputNorm(numbers, given.kind == "layer"), given.module
     if config.norm is None:
