@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["ApiKey", "parse_api_keys", "read_api_keys"]
+__all__ = ["MAX_KEYS", "ApiKey", "ValidApiKeys", "parse_api_keys", "read_api_keys"]
 
-_WEIGHT: Final = r"\d{1,6}(\.\d{1,6})?"
+MAX_KEYS: Final = 1024
+"""The largest number of keys of a service."""
+_WEIGHT: Final = r"[0-9]{1,6}(\.[0-9]{1,6})?"
 _ENTRY: Final = re.compile(
     r"((?P<name>[A-Za-z0-9._-]{1,64}):)?"
     r"(?P<key>[A-Za-z0-9._~+/-]+=*)"  # token68 of RFC 9110, section 11.2
-    rf"(:(?P<weight>{_WEIGHT}))?"
+    rf"(?(name):(?P<weight>{_WEIGHT})|(?!))?"
 )
 _MAX_FILE_BYTES: Final = 1 << 20
 _EXPECTED: Final = (
@@ -36,6 +39,32 @@ class ApiKey(NamedTuple):
     weight: float
 
 
+class ValidApiKeys:
+    """The keys that were last read without an error.
+
+    Args:
+        read: reads them.
+
+    Attributes:
+        keys: those that clients may send.
+
+    Raises:
+        ValueError: from `read`.
+    """
+
+    def __init__(self, read: Callable[[], list[ApiKey]]) -> None:
+        self._read = read
+        self.keys = read()
+
+    def reload(self) -> None:
+        """Reads the keys again.
+
+        Raises:
+            ValueError: from `read`; the keys stay as they were.
+        """
+        self.keys = self._read()
+
+
 def parse_api_keys(text: str) -> list[ApiKey]:
     """Returns the keys of a text with commas between them; a key without a name is key1, key2, and
     so on, by its place.
@@ -55,7 +84,7 @@ def read_api_keys(path: Path) -> list[ApiKey]:
         ValueError: the file cannot be read, is too large, has no key, or is invalid.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             text = file.read(_MAX_FILE_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
@@ -72,6 +101,8 @@ def read_api_keys(path: Path) -> list[ApiKey]:
 
 
 def _named(entries: list[str]) -> list[ApiKey]:
+    if len(entries) > MAX_KEYS:
+        raise ValueError(f"there are too many keys: got {len(entries)}, expected {MAX_KEYS}")
     keys = []
     for place, entry in enumerate(entries, start=1):
         match = _ENTRY.fullmatch(entry)
@@ -79,7 +110,7 @@ def _named(entries: list[str]) -> list[ApiKey]:
         if match is None or not weight:
             raise ValueError(f"entry {place} is invalid: {_EXPECTED}")
         if match["name"] and re.fullmatch(_WEIGHT, match["key"]):  # KEY:WEIGHT would log the key
-            raise ValueError(f"entry {place} has no name: {_EXPECTED}")
+            raise ValueError(f"entry {place} has no name, or a key like a weight: {_EXPECTED}")
         keys.append(ApiKey(match["name"] or f"key{place}", match["key"], weight))
     for field in ("name", "key"):
         value, count = Counter(getattr(key, field) for key in keys).most_common(1)[0]

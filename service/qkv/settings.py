@@ -186,7 +186,7 @@ class Settings(BaseSettings):
         Field(
             ge=1,
             description="Largest number of requests that are queued or being received, per "
-            "process; more get 503.",
+            "process; more get 503, or 429 beyond a key's share.",
         ),
     ] = 1024
     max_queue_bytes: Annotated[

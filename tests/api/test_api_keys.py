@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from qkv.api_keys import ApiKey, parse_api_keys, read_api_keys
 from qkv.settings import Settings
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service import Server, running_server
+from support.service_processes import child_pids
 
 SQUARE: Final = [[1, 0], [0, 1]]
 RUN: Final = {"inputs": {"query": SQUARE, "key": SQUARE, "value": SQUARE}}
@@ -60,6 +62,9 @@ def test_entries_have_names_and_weights() -> None:
         ("a:SECRET:1:2", "entry 1 is invalid"),
         (f"{'a' * 65}:SECRET", "entry 1 is invalid"),
         ("SECRET:0.2", "entry 1 has no name"),
+        ("SECRET==:0.2", "entry 1 is invalid"),
+        ("a:SECRET:\N{ARABIC-INDIC DIGIT THREE}", "entry 1 is invalid"),
+        (",".join(f"SECRET{n}" for n in range(1025)), "too many keys: got 1025, expected 1024"),
         ("a:SECRET,a:OTHER", "2 entries have the same name a"),
         ("a:SECRET,b:SECRET", "2 entries have the same key"),
     ],
@@ -72,7 +77,7 @@ def test_invalid_entries_are_refused_without_the_key(text: str, problem: str) ->
 
 def test_file_has_a_key_on_each_line(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("# people\nalice:KEY\n\n  batch:other:0.2  \n")
+    path.write_text("\ufeffalice:KEY\n# more people\n\n  batch:other:0.2  \n")
     assert read_api_keys(path) == [ApiKey("alice", "KEY", 1.0), ApiKey("batch", "other", 0.2)]
 
 
@@ -175,7 +180,30 @@ def test_sighup_reads_the_file_again(command: Callable[..., Process], tmp_path: 
     assert status("third") == 200
     path.write_text("not valid\n")
     served.popen.send_signal(signal.SIGHUP)
-    wait_until(lambda: sum("the API keys stay as they were" in x for x in served.lines) == 2)
+    wait_until(lambda: sum("the API keys stay as they were" in x for x in served.lines) == 1)
+    assert all_give("second", 200)
+    workers = child_pids(served.popen.pid)
+    os.kill(workers[0], signal.SIGKILL)  # the worker in its place has the last valid keys
+    wait_until(lambda: len(set(child_pids(served.popen.pid)) - set(workers)) == 1)
+    wait_until(lambda: httpx.get(f"{served.url}/readyz", timeout=TIMEOUT_S).is_success)
     assert all_give("second", 200)
     assert served.end() == 0
     assert not any(key in line for line in served.lines for key in ("second", "third"))
+
+
+def test_sighup_reads_the_file_under_nohup_too(
+    command: Callable[..., Process], tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("alice:first\n")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a child inherits it, as from nohup
+    try:
+        served = command("serve", "--port", "0", "--workers", "1", QKV_API_KEYS_FILE=str(path))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    url = f"{served.url}/v1/variants"
+    path.write_text("alice:second\n")
+    served.popen.send_signal(signal.SIGHUP)
+    wait_until(
+        lambda: httpx.get(url, headers=bearer("first"), timeout=TIMEOUT_S).status_code == 401
+    )

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from qkv import AsyncClient, Client
 from qkv.api.auth import ApiKeys
-from qkv.api_keys import parse_api_keys
+from qkv.api_keys import ValidApiKeys, parse_api_keys
 from qkv.cli.main import main
 from qkv.engine.engine import Engine
 from qkv.errors import Unauthorized
@@ -107,7 +107,7 @@ def test_each_key_gives_access_to_every_path(guarded: Server, key: str) -> None:
 
 def test_two_authorization_headers_are_rejected() -> None:
     one = (b"authorization", b"Bearer a")
-    keys = ApiKeys(lambda: parse_api_keys("a"))
+    keys = ApiKeys(ValidApiKeys(lambda: parse_api_keys("a")))
     assert keys.find([one])
     assert not keys.find([one, one])
     assert not keys.find([one, (b"authorization", b"Bearer b")])

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, launch
+from qkv.engine.fair_order import FairOrder
 from qkv.engine.load import Backlog, Load
 from qkv.engine.shared_limit import SharedLimit
 from qkv.engine.tenant import ANYONE, Tenant
 from qkv.engine.work_queue import QueuedJob, WorkQueue
-from qkv.errors import ServiceUnavailable, TooManyRequests
+from qkv.errors import DeadlineExceeded, ServiceUnavailable, TooManyRequests
 from qkv.jobs.job import Job
-from support.engines import hold_device_thread, new_job, plain, with_engine
+from support.engines import hold_device_thread, new_job, plain, submit_small, with_engine
 from support.raw_connection import random_inputs
 from support.remote_service import Service, queued_count, run, until
 from support.remote_service import plain as plain_of
@@ -154,12 +155,12 @@ def test_tenants_that_compete_have_shares(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(6):  # three quarters of 8
         assert limit.refusal(ALICE, one, backlog) is None
         backlog.add(ALICE, one)
-    for tenant, share in ((ALICE, 6), (BATCH, 2)):
+    for tenant, share, retry_after in ((ALICE, 6, 8), (BATCH, 2, 32)):
         error = limit.refusal(tenant, one, backlog)
         assert isinstance(error, TooManyRequests)
         assert tenant.name in str(error)
         assert f"the limit is {share}" in str(error)
-        assert error.retry_after == backlog.loads[tenant].requests
+        assert error.retry_after == retry_after  # seconds, at its share of one request a second
     for _ in range(6):
         backlog.remove(ALICE, one)
     for _ in range(6):
@@ -177,6 +178,57 @@ def test_request_larger_than_its_share_fits_if_there_is_room() -> None:
     assert isinstance(limit.refusal(BATCH, Load(1, 750, 0), backlog), TooManyRequests)
 
 
+def test_load_of_many_tenants_is_at_most_twice_the_limit() -> None:
+    limit, backlog = SharedLimit(Load(100, 10_000, 10_000), lambda _: 1), Backlog()
+    one = Load(1, 1, 1)
+    for place in range(40):
+        tenant = Tenant(f"key{place}")
+        while (error := limit.refusal(tenant, one, backlog)) is None:
+            backlog.add(tenant, one)
+    assert backlog.total.requests == 200
+    assert isinstance(error, ServiceUnavailable)
+
+
+def test_tenant_whose_weight_has_changed_does_not_compete_with_itself() -> None:
+    limit, backlog = SharedLimit(Load(8, 800, 800), lambda _: 1), Backlog()
+    for _ in range(4):
+        backlog.add(Tenant("alice", 1.0), Load(1))
+    for _ in range(4):
+        assert limit.refusal(Tenant("alice", 2.0), Load(1), backlog) is None
+        backlog.add(Tenant("alice", 2.0), Load(1))
+    assert isinstance(limit.refusal(Tenant("alice", 2.0), Load(1), backlog), ServiceUnavailable)
+
+
+def test_shares_hold_after_any_amount_of_work() -> None:
+    order, few, many = FairOrder(), Tenant("few", 1e-3), Tenant("many", 3e-3)
+    for tenant in (few, many):
+        order.join(tenant)
+        order.charge(tenant, int(1e19 * tenant.weight))
+    ran = Counter[Tenant]()
+    for _ in range(4000):
+        tenant = order.first((few, many))
+        order.begin(tenant)
+        order.charge(tenant, 1 << 20)
+        ran[tenant] += 1
+    assert ran[many] == 3 * ran[few]
+
+
+def test_small_job_behind_those_of_others_has_its_wait_and_its_deadline() -> None:
+    async def test(engine: Engine) -> None:
+        flood = [
+            submit_small(engine, new_job(random_inputs(seed)), tenant=BATCH) for seed in range(64)
+        ]
+        waits = [submit_small(engine, plain(0), tenant=Tenant("least", 1e-3)) for _ in range(2)]
+        late = submit_small(engine, plain(0), tenant=Tenant("late", 1e-3), wait_s=0.0)
+        with pytest.raises(DeadlineExceeded):
+            await late
+        first, second = await asyncio.gather(*waits)
+        await asyncio.gather(*flood)
+        assert 0 < first.times.queue_s < second.times.queue_s
+
+    with_engine(test)
+
+
 def test_small_jobs_on_the_event_loop_take_turns_by_weight() -> None:
     order: list[Job] = []
 
@@ -191,7 +243,11 @@ def test_small_jobs_on_the_event_loop_take_turns_by_weight() -> None:
             for tenant in (BATCH, ALICE)
         }
         await asyncio.gather(
-            *[engine.run_with_others(job, tenant) for tenant, jobs in of.items() for job in jobs]
+            *[
+                submit_small(engine, job, tenant=tenant)
+                for tenant, jobs in of.items()
+                for job in jobs
+            ]
         )
         assert len(order) == 64
         assert sum(job in of[ALICE] for job in order[:40]) in range(29, 32)
@@ -224,4 +280,5 @@ def test_tenants_share_a_device_process(stack: bool) -> None:
 
 
 def test_tenant_of_a_service_without_keys_has_no_name() -> None:
-    assert QueuedJob(plain(0), Future()).tenant == ANYONE == ("", 1.0)
+    assert QueuedJob(plain(0), Future()).tenant == ANYONE
+    assert (ANYONE.name, ANYONE.weight) == ("", 1.0)

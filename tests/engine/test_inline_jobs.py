@@ -19,7 +19,7 @@ from qkv.engine.executor import Launched, execute, launch
 from qkv.engine.result import Result
 from qkv.errors import Internal, ServiceUnavailable
 from qkv.jobs.job import Job
-from support.engines import CPU, bits, hold_device_thread, new_job, with_engine
+from support.engines import CPU, bits, hold_device_thread, new_job, submit_small, with_engine
 from support.known_requests import DTYPES
 from support.processes import TIMEOUT_S
 from support.raw_connection import NAMES, inputs_for, random_inputs
@@ -209,8 +209,7 @@ def test_small_jobs_of_one_turn_run_one_after_another() -> None:
     events: list[str] = []
 
     async def run(engine: Engine, job: Job) -> Result:
-        result = await engine.run_with_others(job)
-        assert result is not None
+        result = await submit_small(engine, job)
         events.append("response")
         return result
 
@@ -243,9 +242,8 @@ def test_failed_or_cancelled_job_of_a_turn_leaves_the_others() -> None:
             return launch(jobs, *arguments)
 
         engine.batch_runner.launch = failing
-        tasks = [asyncio.create_task(engine.run_with_others(job)) for job in [*good[:2], bad]]
-        cancelled = asyncio.create_task(engine.run_with_others(good[2]))
-        await asyncio.sleep(0)
+        tasks = [submit_small(engine, job) for job in [*good[:2], bad]]
+        cancelled = submit_small(engine, good[2])
         cancelled.cancel()
         first, second, failed, gone = await asyncio.gather(
             *tasks, cancelled, return_exceptions=True

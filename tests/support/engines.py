@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, TypeVar
-from unittest.mock import AsyncMock, patch
+from unittest.mock import patch
 
 import torch
 
@@ -101,13 +101,19 @@ def hold(engine: Engine) -> Iterator[None]:
 
     Small jobs are queued too, as if they were large.
     """
-    queues = AsyncMock(return_value=None)
     with (
         hold_device_thread(engine),
         patch.object(engine, "run_inline", lambda _: None),
-        patch.object(engine, "run_with_others", queues),
+        patch.object(engine, "submit_small", lambda *_, **__: None),
     ):
         yield
+
+
+def submit_small(engine: Engine, job: Job, **options: Any) -> asyncio.Future[Result]:
+    """Submits a job that runs in this turn of the event loop, behind those of the turn."""
+    future = engine.submit_small(job, **options)
+    assert future is not None
+    return future
 
 
 async def run_together(engine: Engine, jobs: Sequence[Job]) -> list[Result]:

@@ -41,6 +41,7 @@ from qkv.api.job_runner import JobRunner
 from qkv.api.observability import ObservabilityMiddleware, RequestObserver
 from qkv.api.openapi import document
 from qkv.api.request_source import RequestSourceMiddleware, SourceRules
+from qkv.api_keys import ValidApiKeys
 from qkv.attention import catalogue
 from qkv.engine import own_variants
 from qkv.engine.batch_verifier import BatchVerifier
@@ -106,6 +107,7 @@ def create_app(
     remote: JobExecutor | None = None,
     bound: tuple[str, int] | None = None,
     layers: LoadedLayers | None = None,
+    api_keys: ValidApiKeys | None = None,
 ) -> FastAPI:
     """Returns the service as an ASGI application.
 
@@ -118,13 +120,16 @@ def create_app(
         remote: the engine of the device processes; None: this process has an engine of its own.
         bound: address and port of the server's socket, as for `SourceRules`.
         layers: that requests may name; None loads the checkpoints of the settings.
+        api_keys: that requests may have; None reads those of the settings.
 
     Raises:
         ValueError, QkvError: as `load_layers`.
     """
     settings = settings or Settings()
     layers = load_layers(settings) if layers is None else layers
-    runtime = _build_runtime(settings, worker, remote, layers)
+    if api_keys is None and settings.has_keys:
+        api_keys = ValidApiKeys(settings.read_keys)
+    runtime = _build_runtime(settings, worker, remote, layers, api_keys)
     app = FastAPIOffline(  # serves Swagger UI's files itself: no request to another host
         docs_url=None,  # the playground has the page, which sends the user's key
         redoc_url=None,
@@ -164,6 +169,7 @@ def _build_runtime(
     worker: WorkerState | None,
     remote: JobExecutor | None,
     layers: LoadedLayers,
+    api_keys: ValidApiKeys | None,
 ) -> Runtime:
     if worker is None:
         _add_variants(settings)
@@ -181,7 +187,7 @@ def _build_runtime(
         worker=worker,
         engine=engine,
         job_runner=JobRunner(engine, settings, layers),
-        api_keys=ApiKeys(settings.read_keys, recorder.key_usage.add) if settings.has_keys else None,
+        api_keys=None if api_keys is None else ApiKeys(api_keys, recorder.key_usage.add),
         observer=RequestObserver(recorder, request_log, traces),
         request_log=request_log,
         traces=traces,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from hashlib import sha256
 from typing import Final
 
@@ -13,13 +13,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from qkv.api.endpoints.open_inference_models import HEALTH_PATHS
 from qkv.api.endpoints.playground import PATHS
 from qkv.api.server_request import server_request
-from qkv.api_keys import ApiKey
+from qkv.api_keys import ValidApiKeys
 from qkv.engine.tenant import Tenant
 from qkv.errors import QkvError, Unauthorized
 
 __all__ = ["PUBLIC_PATHS", "ApiKeyMiddleware", "ApiKeys"]
-
-_log = logging.getLogger(__name__)
 
 PUBLIC_PATHS: Final = frozenset(("/livez", "/readyz", *HEALTH_PATHS)) | PATHS
 """Paths that need no key: health probes, and the files of the playground, which asks the user for a
@@ -30,29 +28,25 @@ class ApiKeys:
     """The API keys of a service.
 
     Args:
-        read: reads them.
+        valid: those that were read.
         on_name: called with the name of each key that was read.
-
-    Raises:
-        ValueError: from `read`.
     """
 
     def __init__(
-        self, read: Callable[[], list[ApiKey]], on_name: Callable[[str], object] = lambda _: None
+        self, valid: ValidApiKeys, on_name: Callable[[str], object] = lambda _: None
     ) -> None:
-        self._read, self._on_name = read, on_name
-        self._tenants = self._read_tenants()
+        self._valid, self._on_name = valid, on_name
+        self._tenants = self._find_tenants()
 
     def reload(self) -> None:
-        """Reads the keys again; keeps those that it has, and logs the error, if that fails."""
-        try:
-            self._tenants = self._read_tenants()
-        except ValueError as error:
-            _log.error("the API keys stay as they were: %s", error)
+        """Reads the keys again; keeps those that it has if that fails."""
+        with suppress(ValueError):  # the supervisor has logged it
+            self._valid.reload()
+            self._tenants = self._find_tenants()
 
-    def _read_tenants(self) -> dict[bytes, Tenant]:
+    def _find_tenants(self) -> dict[bytes, Tenant]:
         tenants = {}
-        for name, key, weight in self._read():
+        for name, key, weight in self._valid.keys:
             self._on_name(name)
             tenants[sha256(key.encode()).digest()] = Tenant(name, weight)
         return tenants

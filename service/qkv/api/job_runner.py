@@ -124,20 +124,30 @@ class JobRunner:
             if server_request(request.scope).is_alone:
                 result = self._engine.run_inline(job)
             else:
-                result = await self._engine.run_with_others(job, current_tenant())
+                result = await self._run_small(request, received_at, job, wait_s)
         if result is None:
             result = await self._run_queued(request, received_at, job, priority, wait_s)
         result.times.total_s = time.perf_counter() - received_at
         record_times(result.times, job.plan)
         return result
 
+    async def _run_small(
+        self, request: Request, received_at: float, job: Job, wait_s: float | None
+    ) -> Result | None:
+        """Runs a small job, or returns None for one that must be queued; as for `run`."""
+        future = self._engine.submit_small(
+            job, tenant=current_tenant(), wait_s=_remaining(wait_s, received_at)
+        )
+        if future is None:
+            return None
+        result: Result = await cancel_on_disconnect(request, future)
+        return result
+
     async def _run_queued(
         self, request: Request, received_at: float, job: Job, priority: int, wait_s: float | None
     ) -> Result:
         """Runs a job in the queue; arguments and errors as for `run`."""
-        remaining_s = None
-        if wait_s is not None:
-            remaining_s = max(0.0, wait_s - (time.perf_counter() - received_at))
+        remaining_s = _remaining(wait_s, received_at)
         try:
             future = self._engine.submit(
                 job, tenant=current_tenant(), priority=priority, wait_s=remaining_s
@@ -186,6 +196,11 @@ def job_limits(settings: Settings) -> Limits:
         job_bytes=settings.max_queue_bytes,
         score_count=settings.max_scores,
     )
+
+
+def _remaining(wait_s: float | None, received_at: float) -> float | None:
+    """Returns what is left of the seconds that a request may wait."""
+    return None if wait_s is None else max(0.0, wait_s - (time.perf_counter() - received_at))
 
 
 def _parse_timeout(request: Request) -> float | None:

@@ -1,8 +1,8 @@
 """The engine: a work queue and the one thread that owns the device, without timers.
 
-While the device runs a batch, jobs queue up. When it is free, the oldest group of jobs with equal
-batch keys runs next, up to a budget. At low load no job waits; at high load batches form by
-themselves.
+While the device runs a batch, jobs queue up. When it is free, a group of jobs with equal batch keys
+runs next, up to a budget: that of the oldest job, or of the sender whose turn it is. At low load no
+job waits; at high load batches form by themselves.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Engine:
         self._queue = WorkQueue(limit)
         self.admission = AdmissionController(self._queue.shared_limit, self._queue.queued)
         self.failed = asyncio.Event()
-        self._small_jobs = SmallJobs(self.run_inline)
+        self._small_jobs = SmallJobs(self._run_small, self._expire)
         self._budget = MemoryBudget(batch_bytes)
         self.batch_runner = BatchRunner(
             device,
@@ -248,7 +248,7 @@ class Engine:
     def _put(self, queued_job: QueuedJob) -> QkvError | None:
         """Puts a job into the queue, whose lock is held; returns an error if that is impossible."""
         if queued_job.is_expired:
-            return self._expire(queued_job)
+            return self._expire_queued(queued_job)
         if not self.is_ready:
             return self._unavailable_error()
         try:
@@ -278,16 +278,30 @@ class Engine:
         """
         if not self._runs_inline or not job.plan.is_small:
             return None
+        return self._run_small(job, enqueued_at or time.perf_counter())
+
+    def submit_small(
+        self, job: Job, *, tenant: Tenant = ANYONE, wait_s: float | None = None
+    ) -> asyncio.Future[Result] | None:
+        """Runs a small job as `run_inline` does, right behind those of other requests.
+
+        Args:
+            job, tenant, wait_s: as for `submit`.
+
+        Returns:
+            A future with its result or its error; None for a job that must be queued.
+        """
+        if not self._runs_inline or not job.plan.is_small:
+            return None
+        return self._small_jobs.submit(job, tenant, wait_s)
+
+    def _run_small(self, job: Job, enqueued_at: float) -> Result:
         if not self.is_ready:
             raise self._unavailable_error()
-        (result,) = self.batch_runner.run([job], [enqueued_at or time.perf_counter()])
+        (result,) = self.batch_runner.run([job], [enqueued_at])
         if isinstance(result, QkvError):
             raise result
         return result
-
-    async def run_with_others(self, job: Job, tenant: Tenant = ANYONE) -> Result | None:
-        """Runs a small job like `run_inline`, right behind those of other requests."""
-        return await self._small_jobs.run(job, tenant)
 
     def _on_cancelled(self, queued_job: QueuedJob) -> None:
         """Removes a job from the queue if its future is cancelled."""
@@ -297,13 +311,16 @@ class Engine:
     def _on_deadline(self, queued_job: QueuedJob) -> None:
         """Fails the job if it is still queued; a running job gets its result."""
         if self.remove(queued_job) and not queued_job.future.done():  # it may be cancelled
-            queued_job.future.set_exception(self._expire(queued_job))
+            queued_job.future.set_exception(self._expire_queued(queued_job))
 
-    def _expire(self, queued_job: QueuedJob) -> DeadlineExceeded:
-        """Records a job whose deadline has passed; returns its error."""
-        self.accounting.record_failure(queued_job.job, queued_job.enqueued_at)
+    def _expire_queued(self, queued_job: QueuedJob) -> DeadlineExceeded:
         assert queued_job.deadline is not None
-        wait_ms = (queued_job.deadline - queued_job.enqueued_at) * 1e3
+        return self._expire(queued_job.job, queued_job.enqueued_at, queued_job.deadline)
+
+    def _expire(self, job: Job, enqueued_at: float, deadline: float) -> DeadlineExceeded:
+        """Records a job whose deadline has passed; returns its error."""
+        self.accounting.record_failure(job, enqueued_at)
+        wait_ms = (deadline - enqueued_at) * 1e3
         return DeadlineExceeded(
             f"the request waited {wait_ms:g} ms in the queue, its deadline passed"
         )
@@ -362,7 +379,7 @@ class Engine:
         try:
             expired = [q for q in batch if q.is_expired]
             if expired:
-                self._resolve([(q, self._expire(q)) for q in expired])
+                self._resolve([(q, self._expire_queued(q)) for q in expired])
                 batch = [q for q in batch if q not in expired]
             if not batch:
                 return None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from qkv.engine.tenant import Tenant
 
 __all__ = ["FairOrder"]
+
+_PARTS: Final = 1 << 20  # of a unit of work, so that a large weight loses nothing
 
 
 class FairOrder:
@@ -24,12 +27,13 @@ class FairOrder:
     """
 
     def __init__(self) -> None:
-        self._times: dict[Tenant, float] = {}
-        self._now = 0.0
+        # whole numbers: a float would lose the work of a small job once the times are large
+        self._times: dict[Tenant, int] = {}
+        self._now = 0
 
     def join(self, tenant: Tenant) -> None:
         """Adds a tenant that has a job, and had none."""
-        self._times[tenant] = max(self._times.get(tenant, 0.0), self._now)
+        self._times[tenant] = max(self._times.get(tenant, 0), self._now)
 
     def first(self, tenants: Iterable[Tenant]) -> Tenant:
         """Returns the tenant that is next, of at least one; the one that came first if equal."""
@@ -39,6 +43,6 @@ class FairOrder:
         """Sets the time to that of a tenant whose job begins."""
         self._now = max(self._now, self._times[tenant])
 
-    def charge(self, tenant: Tenant, work: float) -> None:
+    def charge(self, tenant: Tenant, work: int) -> None:
         """Adds the work of a job to its tenant's time."""
-        self._times[tenant] += work / tenant.weight
+        self._times[tenant] += int(work * _PARTS / tenant.weight)

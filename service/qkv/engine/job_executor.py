@@ -83,6 +83,15 @@ class JobExecutor(Protocol):
             QkvError: the job failed, or no job can run now.
         """
 
-    async def run_with_others(self, job: Job, tenant: Tenant = ANYONE) -> Result | None:
-        """Runs a small job like `run_inline`, right behind those of other requests; the jobs of
-        several tenants take turns."""
+    def submit_small(
+        self, job: Job, *, tenant: Tenant = ANYONE, wait_s: float | None = None
+    ) -> asyncio.Future[Result] | None:
+        """Runs a small job as `run_inline` does, right behind those of other requests; the jobs of
+        several tenants take turns.
+
+        Args:
+            job, tenant, wait_s: as for `submit`.
+
+        Returns:
+            A future with its result or its error; None for a job that must be submitted.
+        """

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, Self
 
 __all__ = ["ANYONE", "Tenant"]
 
 
-class Tenant(NamedTuple):
-    """The sender of requests: the name of an API key, and its weight.
+class Tenant(str):
+    """The sender of requests: the name of an API key, with its weight.
 
-    Attributes:
+    Tenants of one name are equal: a key whose weight has changed is still the same sender.
+
+    Args:
         name: of the key; empty: the service has no keys.
         weight: its part of the service, relative to those of the other tenants.
     """
 
-    name: str
-    weight: float = 1.0
+    __slots__ = ("weight",)
+    weight: float
+
+    def __new__(cls, name: str, weight: float = 1.0) -> Self:
+        """Returns a tenant."""
+        tenant = super().__new__(cls, name)
+        tenant.weight = weight
+        return tenant
+
+    @property
+    def name(self) -> str:
+        """The name of the key."""
+        return str(self)
 
 
 ANYONE: Final = Tenant("")

@@ -121,11 +121,6 @@ class QueuedJob:
         self.load = Load(1, self.job.plan.bytes, self.job.plan.flops)
 
     @property
-    def bytes(self) -> int:
-        """Bytes of its tensors, in and out."""
-        return self.load.bytes
-
-    @property
     def is_expired(self) -> bool:
         """True once its deadline has passed."""
         return self.deadline is not None and self.deadline <= time.perf_counter()
@@ -221,7 +216,7 @@ class WorkQueue:
         batch: list[QueuedJob] = []
         while group and len(batch) < max_jobs:
             queued_job = self._first(group)
-            total += queued_job.bytes
+            total += queued_job.load.bytes
             if batch and total > max_bytes:
                 break
             self._discard(queued_job)

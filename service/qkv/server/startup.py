@@ -11,9 +11,11 @@ from pathlib import Path
 import click
 
 from qkv.api.app import load_layers, new_shared_state
+from qkv.api_keys import ValidApiKeys
 from qkv.engine import own_variants
 from qkv.engine.device.selection import find_device
 from qkv.engine.remote.shared_memory import SharedMemory
+from qkv.engine.shared_limit import EXCESS
 from qkv.errors import QkvError
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.server import listener
@@ -26,7 +28,8 @@ __all__ = ["serve"]
 
 
 def serve(settings: Settings) -> int:
-    """Serves until SIGINT, SIGTERM or SIGHUP, then completes the accepted requests.
+    """Serves until SIGINT, SIGTERM, or SIGHUP without a file of keys; then completes the accepted
+    requests.
 
     Returns:
         The exit status: 0 after a clean stop.
@@ -50,9 +53,10 @@ def serve(settings: Settings) -> int:
     device_names = devices if has_device_processes else ()
     state = new_shared_state(settings, workers, device_names, layers.names)
     shared_memory = (
-        _new_shared_memory(workers, settings.max_queue_bytes) if has_device_processes else None
+        _new_shared_memory(workers, _region_bytes(settings)) if has_device_processes else None
     )
-    return Supervisor(settings, sockets, state, devices, layers, shared_memory).run()
+    api_keys = ValidApiKeys(settings.read_keys) if settings.has_keys else None
+    return Supervisor(settings, sockets, state, devices, layers, api_keys, shared_memory).run()
 
 
 def _load_tracing(settings: Settings) -> None:
@@ -96,12 +100,18 @@ def _load_layers(settings: Settings) -> LoadedLayers:
         raise click.ClickException(str(error)) from None
 
 
+def _region_bytes(settings: Settings) -> int:
+    """Returns the bytes of a worker's queue; several keys may fill more than one alone."""
+    return settings.max_queue_bytes * (EXCESS if settings.has_keys else 1)
+
+
 def _new_shared_memory(regions: int, size: int) -> SharedMemory:
     try:
         return SharedMemory(regions, size)
     except OSError as error:
         raise click.ClickException(
-            f"cannot allocate shared memory of {regions} times QKV_MAX_QUEUE_BYTES: "
+            f"cannot allocate shared memory of {regions} times {size} bytes, for the queues of "
+            "QKV_MAX_QUEUE_BYTES: "
             f"{error.strerror}"
         ) from None
 

@@ -24,6 +24,7 @@ import numpy as np
 import uvloop
 
 from qkv.api.app import new_device_process, queue_limits
+from qkv.api_keys import ValidApiKeys
 from qkv.engine.remote.channel import SocketBroker
 from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.engine.remote.shared_memory import SharedMemory
@@ -65,6 +66,7 @@ class Supervisor:
         state: state shared by all processes.
         devices: names of the devices, as torch has them.
         layers: that requests may name.
+        api_keys: that requests may have; None: they need none.
         shared_memory: memory of workers and device processes; None: each worker has an engine.
     """
 
@@ -75,12 +77,14 @@ class Supervisor:
         state: SharedState,
         devices: Sequence[str],
         layers: LoadedLayers,
+        api_keys: ValidApiKeys | None,
         shared_memory: SharedMemory | None,
     ) -> None:
         self._settings, self._sockets = settings, sockets
         self._listening = sockets[0]
         self._state = state
         self._devices, self._layers = devices, layers
+        self._api_keys = api_keys
         self._shared_memory = shared_memory
         self._broker = None if shared_memory is None else SocketBroker(len(state))
         self._indices: dict[int, int] = {}  # index in the shared state, by process id
@@ -96,7 +100,8 @@ class Supervisor:
         """Serves until a stop signal; returns the exit status."""
         for number in _STOP_SIGNALS:
             # nohup ignores SIGHUP, so that the service outlives its terminal
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            is_ignored = signal.getsignal(number) is signal.SIG_IGN
+            if number != signal.SIGHUP or self._reloads_keys or not is_ignored:
                 signal.signal(number, self._on_signal)
         # A full collection would take a fifth of a second in each worker, and copy every page that
         # the processes share.
@@ -119,7 +124,7 @@ class Supervisor:
         return self._drain()
 
     def _on_signal(self, number: int, _: object) -> None:
-        if number == signal.SIGHUP and self._settings.api_keys_file is not None:
+        if number == signal.SIGHUP and self._reloads_keys:
             self._reload_keys()
             return
         if self._signal_count and number == signal.SIGHUP:
@@ -129,11 +134,23 @@ class Supervisor:
             self._kill_all()
             os._exit(1)
 
+    @property
+    def _reloads_keys(self) -> bool:
+        """True if SIGHUP says that the file of API keys has changed."""
+        return self._settings.api_keys_file is not None
+
     def _reload_keys(self) -> None:
-        """Makes the workers read the file of API keys again."""
-        for pid, index in self._indices.items():
+        """Reads the file of API keys again, and makes the workers do so."""
+        assert self._api_keys is not None
+        try:
+            self._api_keys.reload()  # for workers that start later
+        except ValueError as error:
+            self._log_line(f"the API keys stay as they were: {error}", logging.ERROR)
+            return
+        for pid, index in list(self._indices.items()):
             if index < len(self._state):
-                os.kill(pid, signal.SIGHUP)
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.kill(pid, signal.SIGHUP)
 
     def _start(self, index: int) -> None:
         worker = self._state.worker(index)
@@ -153,7 +170,7 @@ class Supervisor:
         errors.setFormatter(self._format)
         try:
             errors.start()
-            # Ctrl-C and a closing terminal reach all processes; only the supervisor reacts to them
+            # Ctrl-C and a closing terminal reach all processes; only the supervisor stops by them
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -174,7 +191,9 @@ class Supervisor:
         """Runs a forked process to its end; returns its exit status."""
         settings, parent_alive_fd = self._settings, self._parent_alive_pipe[0]
         if self._shared_memory is None or self._broker is None or control_socket is None:
-            return run_worker(settings, self._sockets, worker, None, parent_alive_fd, self._layers)
+            return run_worker(
+                settings, self._sockets, worker, None, parent_alive_fd, self._layers, self._api_keys
+            )
         self._broker.close()
         if index >= len(self._state):
             for each in self._sockets:
@@ -194,7 +213,9 @@ class Supervisor:
             return 0 if is_clean else 1
         region = self._shared_memory.region(index)
         remote = RemoteEngine(index, region, control_socket, self._state, queue_limits(settings))
-        return run_worker(settings, self._sockets, worker, remote, parent_alive_fd, self._layers)
+        return run_worker(
+            settings, self._sockets, worker, remote, parent_alive_fd, self._layers, self._api_keys
+        )
 
     def _plan_restart(self, index: int, status: int) -> None:
         """Plans to restart a process, at most once a second."""

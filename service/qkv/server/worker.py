@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from qkv.api.app import Runtime, create_app, new_metrics_asgi, running
 from qkv.api.error_responses import error_response
+from qkv.api_keys import ValidApiKeys
 from qkv.engine.job_executor import JobExecutor
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.server.acceptor import Acceptor
@@ -45,6 +46,7 @@ def run_worker(
     remote: JobExecutor | None,
     parent_alive_fd: int,
     layers: LoadedLayers,
+    api_keys: ValidApiKeys | None,
 ) -> int:
     """Runs a worker process from fork to exit.
 
@@ -56,11 +58,12 @@ def run_worker(
         remote: engine that uses the device process; None: the worker creates an engine.
         parent_alive_fd: reads end of file once the supervisor has exited.
         layers: that requests may name.
+        api_keys: that requests may have; None: they need none.
 
     Returns:
         The exit status: 0 after a clean stop.
     """
-    app = create_app(settings, worker, remote, sockets[0].getsockname()[:2], layers)
+    app = create_app(settings, worker, remote, sockets[0].getsockname()[:2], layers, api_keys)
     with (
         torch.inference_mode(),  # once, instead of for each small job on the event loop
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
@@ -104,6 +107,7 @@ async def _serve(app: FastAPI, sockets: Sequence[socket.socket], parent_alive_fd
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     if runtime.api_keys is not None:
         loop.add_signal_handler(signal.SIGHUP, runtime.api_keys.reload)
+        runtime.api_keys.reload()  # a signal before this line was ignored
     loop.add_reader(parent_alive_fd, on_supervisor_exit)
     server, listening = new_http_server(app), sockets[0]
     async with running(runtime), _serving_metrics(runtime, sockets[1:]):

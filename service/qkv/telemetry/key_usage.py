@@ -9,7 +9,7 @@ import numpy as np
 
 __all__ = ["KeyUsage", "KeyUsageRecorder", "Used"]
 
-_MAX_KEYS: Final = 1024  # names that one process counts; that of a removed key keeps its place
+_MAX_KEYS: Final = 4096  # names that one process counts; that of a removed key keeps its place
 _ROW: Final = np.dtype([("name", "S64"), ("used", "f8", 3)])
 
 

@@ -142,7 +142,9 @@ class RemoteEngine:
         """Returns None: no job runs in this process."""
         return None
 
-    async def run_with_others(self, _job: Job, _tenant: Tenant = ANYONE) -> Result | None:
+    def submit_small(
+        self, _job: Job, *, tenant: Tenant = ANYONE, wait_s: float | None = None
+    ) -> asyncio.Future[Result] | None:
         """Returns None, as `run_inline`."""
         return None
 
