@@ -63,10 +63,10 @@ docs: .venv/.installed ## write docs/variants.md, the README's table, the pictur
 bench: .venv/.installed ## measure the cost of a request, into docs/performance.md
 	@.venv/bin/python bench/run.py --write $(ARGS)
 
-clusters: .venv/.installed ## measure replicas on Ray in ten minutes, into docs/clusters.md
+clusters: .venv/.installed ## measure replicas on Ray in ten minutes, into docs/ray.md
 	@PYTHONPATH=tests .venv/bin/python bench/clusters.py --write $(ARGS)
 
-capacity: .venv/.installed ## measure what a request costs each process, into docs/clusters.md
+capacity: .venv/.installed ## measure what a request costs each process, into docs/capacity.md
 	@.venv/bin/python bench/capacity.py --write $(ARGS)
 
 gpu: .venv/.installed ## test and measure a GPU in five minutes, into docs/gpu.md

@@ -26,7 +26,7 @@ from qkv.attention.catalogue import find
 from qkv.client.request_builders import build_attend
 from qkv.server.process import usable_cpus
 
-PAGE: Final = DOCS / "clusters.md"
+PAGE: Final = DOCS / "capacity.md"
 FORMS: Final = {
     FIRST_FORM: ("float32", False),
     "q, k, v in bfloat16": ("bfloat16", False),

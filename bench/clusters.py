@@ -40,7 +40,7 @@ from qkv.server.ray_serve import Replica
 from support.haproxy_cluster import running_haproxy
 from support.ray_cluster import RayCluster, running_ray
 
-PAGE: Final = DOCS / "clusters.md"
+PAGE: Final = DOCS / "ray.md"
 FORMAT: Final = "V2 binary"
 SERVE: Final = "`qkv serve`, 2 workers"
 RAY: Final = "Ray"

@@ -48,12 +48,10 @@ def draw_pictures() -> dict[str, str]:
 
 def _summary(variants: list[Variant]) -> Iterator[str]:
     """Yields the README's table and the pictures below it, which a table would shrink."""
-    yield "| variant | formula | paper | cost |\n| --- | --- | --- | --- |"
+    yield "| variant | formula |\n| --- | --- |"
     for variant in variants:
-        description, link = catalogue.describe(variant), f"docs/variants.md#{variant.name}"
-        formula, paper = _code(description["formula"]), _cell(description["paper"])
-        cost = _cell(description["cost"])
-        yield f"| [{variant.name}]({link}) | {formula} | {paper} | {cost} |"
+        formula = _code(catalogue.describe(variant)["formula"])
+        yield f"| [{variant.name}](docs/variants.md#{variant.name}) | {formula} |"
     yield ""
     for variant in variants:
         if variant_pictures.has_matrix(variant):

@@ -23,7 +23,7 @@ def test_title_is_the_reason_phrase_of_the_status(kind: type[QkvError]) -> None:
 
 
 def test_page_lists_every_problem_type() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "http.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
     rows = re.findall(r"^\| `([a-z-]+)` \| ([45]\d\d) \|", page, re.M)
     kinds = {kind.name: kind.status for kind in QkvError.__subclasses__()}
     assert {name: int(status) for name, status in rows} == kinds

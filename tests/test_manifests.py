@@ -26,7 +26,7 @@ from support.processes import Process
 from support.service_processes import child_pids
 
 DOCKERFILE: Final = (ROOT / "Dockerfile").read_text()
-CLUSTERS: Final = (ROOT / "docs/clusters.md").read_text()
+DEPLOYING: Final = (ROOT / "docs/deploying.md").read_text()
 BUILT: Final = {str(path.relative_to(DEPLOY)): build(path) for path in OVERLAYS}
 GIB: Final = 1 << 30
 each_overlay = pytest.mark.parametrize("overlay", BUILT)
@@ -255,7 +255,7 @@ def test_every_variable_is_a_setting_with_a_valid_value(overlay: str) -> None:
     Settings.model_validate({n.removeprefix("QKV_").lower(): v for n, v in plain.items()})
     reference = {"name": "qkv", "key": "api-keys", "optional": True}
     assert environment(overlay)["QKV_API_KEYS"] == {"secretKeyRef": reference}
-    assert "--from-literal=api-keys=" in CLUSTERS
+    assert "--from-literal=api-keys=" in DEPLOYING
 
 
 @each_overlay
@@ -312,7 +312,7 @@ def test_ingress_has_the_limits_of_the_service_and_tls() -> None:
     ingress, service = (find(BUILT[overlay], kind) for kind in ("Ingress", "Service"))
     (rule,), (tls,) = ingress["spec"]["rules"], ingress["spec"]["tls"]
     assert tls["hosts"] == [rule["host"]]
-    assert f"kubectl create secret tls {tls['secretName']} " in CLUSTERS
+    assert f"kubectl create secret tls {tls['secretName']} " in DEPLOYING
     (path,) = rule["http"]["paths"]
     assert (path["path"], path["pathType"]) == ("/", "Prefix")
     assert path["backend"]["service"] == {
@@ -344,7 +344,7 @@ def test_scaling_reads_metrics_of_the_queue_that_exist(url: str) -> None:
 
 
 def test_commands_of_the_page_name_every_overlay() -> None:
-    assert set(re.findall(r"kubectl apply -k deploy/(\S+)", CLUSTERS)) == set(BUILT)
+    assert set(re.findall(r"kubectl apply -k deploy/(\S+)", DEPLOYING)) == set(BUILT)
 
 
 @pytest.mark.slow

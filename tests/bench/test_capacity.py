@@ -46,7 +46,7 @@ def test_workers_are_limited_by_their_cpu_and_by_all_cpus() -> None:
 
 def test_tables_have_their_places_in_the_page(tmp_path: Path) -> None:
     results = Results("make capacity", {}, build_tables(COSTS, PREDICTIONS))
-    page = tmp_path / "clusters.md"
+    page = tmp_path / "capacity.md"
     page.write_text(capacity.PAGE.read_text())
     write_page(page, results)
     for title, text in results.texts.items():

@@ -1,4 +1,4 @@
-"""Tests of bench/clusters.py: complete tables, and their places in docs/clusters.md."""
+"""Tests of bench/clusters.py: complete tables, and their places in docs/ray.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_tables_have_medians_and_ranges() -> None:
 
 
 def test_page_has_a_place_for_each_table(tmp_path: Path) -> None:
-    page = tmp_path / "clusters.md"
+    page = tmp_path / "ray.md"
     page.write_text(clusters.PAGE.read_text())
     write_page(page, RESULTS)
     for title, text in RESULTS.texts.items():

@@ -58,7 +58,7 @@ def _variables(folder: Path) -> Mapping[str, str]:
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(_DRAIN_S),
-        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",  # as docs/clusters.md has it
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",  # as docs/ray.md has it
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(binary),
         "HAPROXY": get_haproxy_binary(),
         **{name: str(folder / file) for name, file in _FILES.items()},
