@@ -72,7 +72,9 @@ def test_job_from_a_plan_equals_one_validated_anew(
     group = "attention" if kind is Plan else "gradients"
     known = variant.parameters.model_fields
     for seed in range(40):
-        parameters = {"causal": bool(seed % 2)} if "causal" in known else {}
+        parameters: dict[str, Any] = {"causal": bool(seed % 2)} if "causal" in known else {}
+        if "rule" in known:
+            parameters = {"rule": "gated_delta" if seed % 2 else "linear"}
         given: dict[str, Any] = {"parameters": parameters}
         if seed % 3 == 0:
             given["dtype"] = FLOATING[seed % 4]  # lists

@@ -61,6 +61,14 @@ class Run:
         """The scores (B, H, L, S), scaled, capped and masked."""
         return self.outputs["scores"]
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """The tensors of the state behind the tokens; `attend` takes them as `state`.
+
+        Their names begin with `state.`; the dict is empty if the run did not return them.
+        """
+        return {n: array for n, array in self.outputs.items() if n.startswith("state.")}
+
     def figure(
         self,
         *,

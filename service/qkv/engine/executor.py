@@ -111,7 +111,7 @@ def _run_alone(
         result = _Call([job], device, batch_size).finish()[0]
         assert result is not None
         return result
-    if job.plan.flops < _ONE_THREAD_FLOPS:
+    if job.plan.flops < _ONE_THREAD_FLOPS or job.plan.has_state:  # bits depend on the threads
         threads = 1
     elif idle_threads > threads and batch_size == 1 and job.plan.uses_sdpa:
         torch.set_num_threads(idle_threads)
