@@ -198,6 +198,34 @@ def test_no_new_token_leaves_the_state_as_it_was() -> None:
         assert_same_bits(state_of(found), state)
 
 
+@each("form", ["exact", "compact"])
+@each("same_tail", [True, False])
+def test_tokens_may_be_none(form: str, same_tail: bool) -> None:
+    """Of an axis of size 0, as of lengths of 0; also where the tails have several lengths."""
+    inputs = tokens(1, 20, "gated_delta", B=2)
+    parameters = {"rule": "gated_delta", "chunk": 16, "state": form}
+    lengths = {"key_lengths": np.array([20, 20 if same_tail else 7])}
+    state = state_of(run({**inputs, **lengths}, parameters=parameters, outputs=BOTH))
+    found = run({**part(inputs, 0, 0), **state}, parameters=parameters, outputs=BOTH)
+    assert found["output"].shape == (2, 2, 0, 3)
+    assert_same_bits(state_of(found), state)
+
+
+def test_nothing_but_output_and_state_is_returned_of_no_tokens() -> None:
+    inputs, fields = tokens(1, 20, "linear"), {"parameters": {"chunk": 16}}
+    state, none = state_of(run(inputs, outputs=BOTH, **fields)), part(inputs, 0, 0)
+    for more in ({"outputs": ["weights"]}, {"outputs": ["output", "state_weights"]}, {}):
+        with pytest.raises(InvalidContent, match="query is empty: got S=0, expected 1 or more for"):
+            run({**none, **state}, **fields, **more)
+    with pytest.raises(InvalidContent, match="query is empty: got S=0, expected 1 or more$"):
+        run(none, outputs=BOTH, **fields)
+    gradients = {**none, "state.sums": state["state.sums"], "grad_output": none["value"]}
+    with pytest.raises(InvalidContent, match="expected 1 or more for gradients"):
+        run(gradients, "gradients", **fields)
+    with pytest.raises(InvalidContent, match="state.sums is empty: got D=0, expected 1 or more"):
+        run({**inputs, "state.sums": np.ones((1, 2, 0, 3))}, outputs=BOTH, **fields)
+
+
 @each("rule", [*GATES])
 @each("sums", ["float64", "float32"])
 def test_compact_state_continues_within_the_roundings(rule: str, sums: str) -> None:

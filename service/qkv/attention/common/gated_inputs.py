@@ -10,11 +10,13 @@ from torch import Tensor
 
 from qkv.attention.common.recurrence import Chunks, Tokens
 from qkv.attention.common.row_masks import padding_mask
+from qkv.attention.common.score_blocks import score_dtype
 
 __all__ = ["GatedInputs", "gradients", "run"]
 
 _ELEMENTS = 1 << 21  # of the pairs and rows of chunks that are processed together
 _EPSILON: Final = 1e-6  # of normalize_qk
+_STABLE: Final = 2.0 + 1e-5  # the norm of a normalised key is rounded
 _NAMES: Final = {
     "query_BJSD": "query",
     "key_BGSD": "key",
@@ -82,6 +84,23 @@ class GatedInputs(NamedTuple):
         if self.beta_BTS is None:
             return None
         return self.visible(self.beta_BTS[..., None]).flatten(0, 1)[..., 0].double()
+
+    @property
+    def is_unstable_B(self) -> Tensor:
+        """True for items with a token for which beta |k|^2 is above 2, so that the state may grow.
+
+        Padding does not count.
+        """
+        assert self.beta_BTS is not None
+        dtype = score_dtype(self.key_BGSD.dtype)
+        size_BGS = torch.linalg.vector_norm(self.key_BGSD, dim=-1, dtype=dtype).square()
+        if self.normalize_qk:
+            size_BGS = size_BGS.clamp(max=1.0)
+        size_BTS = size_BGS.repeat_interleave(self.T // size_BGS.shape[1], 1)
+        grows_BTS = self.beta_BTS.to(dtype) * size_BTS > _STABLE
+        if self.padding_BS is not None:
+            grows_BTS = grows_BTS & ~self.padding_BS[:, None]
+        return grows_BTS.flatten(1).any(1)
 
     def empty_state(self, dtype: torch.dtype) -> Tensor:
         """Returns the state before the first token, (B T, D, E)."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int64
 from pydantic import Field
 from torch import Tensor
 
@@ -43,7 +44,10 @@ REFUSES: Final[Mapping[str, str]] = {
 
 STACKABLE_BELOW: Final = 1e9
 MAY_BE_WIDER: Final = ("log_decay", "beta")
-
+UNSTABLE: Final = (
+    "beta |k|^2 of a token is above 2, so the state may grow with each such token and few digits "
+    "may be right"
+)
 
 Rule = Literal["linear", "gated", "delta", "gated_delta"]
 Form = Literal["exact", "compact"]
@@ -56,6 +60,7 @@ class Gated(NamedTuple):
     weights: Float32[Tensor, "B H S S"] | Float64[Tensor, "B H S S"] | None = None
     state_weights: Float32[Tensor, "B H S D"] | Float64[Tensor, "B H S D"] | None = None
     state: State | None = None
+    notes: Mapping[str, Bool[Tensor, "B"]] = MappingProxyType({})
     backend: str = "chunks"
 
 
@@ -193,7 +198,8 @@ def attend(
         matrix = _row_function(inputs, chunk)(slice(0, S)).to(exact)
     if "state_weights" in outputs:
         state_weights = _state_weights(inputs, chunk).to(exact)
-    return Gated(output, matrix, state_weights, behind)
+    notes = {UNSTABLE: inputs.is_unstable_B} if inputs.erases else {}
+    return Gated(output, matrix, state_weights, behind, notes)
 
 
 def weights(
@@ -387,6 +393,8 @@ def backward(
         found["state.sums"] = before_XDE.unflatten(0, (len(query_BJSD), -1))
     given = {"log_decay": log_decay_BTSZ, "beta": beta_BTS}
     unused = {
-        n: torch.zeros_like(x, dtype=torch.float64) for n, x in given.items() if x is not None
+        n: torch.zeros_like(x, dtype=torch.float64)
+        for n, x in given.items()
+        if x is not None and n not in found
     }
-    return unused | {name: scale_back(x, exponent) for name, x in found.items()}
+    return {name: scale_back(x, exponent) for name, x in found.items()} | unused
