@@ -49,7 +49,8 @@ def kinds_of(variant: Variant) -> list[Kind]:
 def sizes_of(shape: Sequence[int]) -> dict[str, int]:
     """Returns the size of each letter for a shape (B, H, L, D); L and S are equal."""
     B, H, L, D = shape
-    return {"B": B, "H": H, "G": H, "L": L, "S": L, "N": L, "D": D, "E": D, "R": _RANK} | _LAYER
+    heads = dict.fromkeys("HGJV", H)
+    return {"B": B, "L": L, "S": L, "N": L, "D": D, "E": D, "R": _RANK} | heads | _LAYER
 
 
 def build_jobs(

@@ -33,7 +33,18 @@ from qkv.attention.variant import Variant
 PAGE: Final = DOCS / "speed.md"
 LENGTHS: Final = tuple(2**n for n in range(8, 17))
 QUICK: Final = LENGTHS[:3]
-SIZES: Final = {"B": 1, "H": 8, "G": 8, "D": 64, "E": 64, "I": 512, "O": 512, "R": 256}
+SIZES: Final = {
+    "B": 1,
+    "H": 8,
+    "G": 8,
+    "J": 8,
+    "V": 8,
+    "D": 64,
+    "E": 64,
+    "I": 512,
+    "O": 512,
+    "R": 256,
+}
 OUTPUT_ONLY: Final = frozenset({"output"})
 MAX_ROUNDS: Final = 200
 SHORT_CALL_MS: Final = 20.0

@@ -38,8 +38,9 @@ def build_files() -> dict[str, str]:
 
 
 def draw_pictures() -> dict[str, str]:
-    """Returns the picture of every variant that has a matrix of weights, by its path."""
-    return {
+    """Returns the picture of every variant that has a matrix of weights, and others, by path."""
+    beside = variant_pictures.to_svg(variant_pictures.draw_delta_beside_softmax())
+    return {"docs/variants/gated.svg": beside} | {
         f"{PICTURES}/{variant.name}.svg": variant_pictures.to_svg(variant_pictures.draw(variant))
         for variant in catalogue.variants().values()
         if variant_pictures.has_matrix(variant)
@@ -92,6 +93,7 @@ def _section(variant: Variant) -> Iterator[str]:
     yield "\n| input | shape | dtypes |\n| --- | --- | --- |"
     for name, spec in description["inputs"].items():
         notes = [", broadcastable"] * spec["broadcasts"] + [", optional"] * spec["optional"]
+        notes += [", last axis optional"] * variant.tensors[name].may_omit_last
         shape = f"({', '.join(spec['shape'])}){''.join(notes)}"
         yield f"| `{name}` | {shape} | {', '.join(spec['dtypes'])} |"
     yield "\n| output | shape | dtype |\n| --- | --- | --- |"

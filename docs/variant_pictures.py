@@ -11,6 +11,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
+from qkv.attention import catalogue
 from qkv.attention.signature import Input, fixed_size
 from qkv.attention.variant import Variant
 from qkv.client.figures.heat_maps import Labels, Panel, draw_panels
@@ -19,7 +20,18 @@ from qkv.engine import local
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["COLOURS", "INPUT", "TOKENS", "Way", "draw", "has_matrix", "inputs", "to_svg", "ways"]
+__all__ = [
+    "COLOURS",
+    "INPUT",
+    "TOKENS",
+    "Way",
+    "draw",
+    "draw_delta_beside_softmax",
+    "has_matrix",
+    "inputs",
+    "to_svg",
+    "ways",
+]
 
 TOKENS: Final = "abcdefbcdgHibcdj"
 """A token for each position: b c d occurs three times; H is three times as large as the others."""
@@ -37,6 +49,9 @@ COLOURS: Final = (
 
 _ROWS: Final = {"L": "query i", "S": "query i", "B": "input i"}
 _COLUMNS: Final = {"S": "key j", "I": "feature j"}
+
+
+_GATES: Final = {"log_decay": math.log(0.95), "beta": 0.9}
 
 
 class Way(NamedTuple):
@@ -71,6 +86,28 @@ def draw(variant: Variant) -> Figure:
     return draw_panels(panels, scales, title=variant.name, value_name="weight")
 
 
+def draw_delta_beside_softmax() -> Figure:
+    """Returns the figure of docs/variants/gated.md: softmax and a gated delta rule."""
+    tokens = inputs(catalogue.find("gated"))
+    gates = {name: np.full((1, 1, len(TOKENS)), x) for name, x in _GATES.items()}
+    rule = {"rule": "gated_delta", "normalize_qk": True}
+    matrices = [
+        _matrix("softmax", tokens, {"causal": True}),
+        _matrix("gated", tokens | gates, rule),
+    ]
+    panels = [
+        Panel(
+            title,
+            np.ma.masked_equal(matrix, 0.0),
+            Labels("query i", _names(len(matrix))),
+            Labels("key j", _names(len(matrix))),
+        )
+        for title, matrix in zip(("softmax", "gated delta rule"), matrices, strict=True)
+    ]
+    scales = [Scale.by_root([matrix]) for matrix in matrices]
+    return draw_panels(panels, scales, title="", value_name="weight")
+
+
 def to_svg(figure: Figure) -> str:
     """Returns the figure as SVG, with one pixel for each cell. Equal figures have equal text."""
     text = StringIO()
@@ -95,7 +132,7 @@ def inputs(variant: Variant) -> dict[str, np.ndarray]:
     query, key, value and x are the tokens. Axes have 16 elements; batch and heads have 1, unless
     they are rows of the weights.
     """
-    few = set("BHG") - set(_axes(variant))
+    few = set("BHGJVT") - set(_axes(variant))
     found = {}
     for spec in variant.inputs.values():
         if not spec.is_optional:
@@ -114,9 +151,13 @@ def _axes(variant: Variant) -> tuple[str, ...]:
 
 def _weights(variant: Variant, way: Way) -> np.ndarray:
     """Returns the weights of one head, (rows, columns)."""
-    tensors = {name: RawTensor.from_numpy(array) for name, array in inputs(variant).items()}
-    request = Message({"outputs": ["weights"], "parameters": dict(way.parameters)}, tensors)
-    weights = local.attend(variant.name, request).tensors["weights"].numpy()
+    return _matrix(variant.name, inputs(variant), way.parameters)
+
+
+def _matrix(name: str, arrays: Mapping[str, Any], parameters: Mapping[str, Any]) -> np.ndarray:
+    tensors = {n: RawTensor.from_numpy(array) for n, array in arrays.items()}
+    request = Message({"outputs": ["weights"], "parameters": dict(parameters)}, tensors)
+    weights = local.attend(name, request).tensors["weights"].numpy()
     if not np.isfinite(weights).all():
         raise ArithmeticError("its weights are not finite")
     return weights.reshape(weights.shape[-2:])

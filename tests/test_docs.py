@@ -30,17 +30,17 @@ from qkv.cli.main import main
 from qkv.settings import Settings
 from support.paths import ROOT
 
-README, HTTP, PYTHON, RUNNING, V2, LAYOUTS, MODEL, MODELS = (
+README, HTTP, PYTHON, RUNNING, V2, LAYOUTS, MODEL, MODELS, GATED = (
     (ROOT / page).read_text()
     for page in (
         "README.md", "docs/http.md", "docs/python.md", "docs/running.md",
         "docs/open-inference-protocol.md", "docs/layouts.md", "docs/from-your-model.md",
-        "docs/models.md",
+        "docs/models.md", "docs/variants/gated.md",
     )
 )  # fmt: skip
 ADDRESS: Final = "http://127.0.0.1:8000"
 HOST: Final = ADDRESS.removeprefix("http://")
-PAGES: Final = sorted(p for f in (".", "docs", "service/qkv/**") for p in ROOT.glob(f"{f}/*.md"))
+PAGES: Final = sorted(p for f in (".", "docs/**", "service/qkv/**") for p in ROOT.glob(f"{f}/*.md"))
 PICTURES: Final = ROOT / "service/qkv/attention/variants/pictures"
 CODE_FOLDERS: Final = ("service", "tests", "bench", "docs", "examples")
 
@@ -127,7 +127,11 @@ def test_every_documented_response_belongs_to_a_curl_example() -> None:
 
 @pytest.mark.parametrize(
     ("program", "printed"),
-    [each for page in (README, PYTHON, V2, MODEL, MODELS) for each in examples("python", page)],
+    [
+        each
+        for page in (README, PYTHON, V2, MODEL, MODELS, GATED)
+        for each in examples("python", page)
+    ],
 )
 def test_python_examples_print_the_documented_output(
     url: str, program: str, printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -293,8 +297,8 @@ def test_every_link_has_a_target_and_every_page_is_linked_from_the_readme(page: 
             assert anchor in [
                 re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings
             ], f"{page.name}: {link}"
-    if page.parent.name == "docs":
-        assert f"](docs/{page.name})" in README
+    if page.is_relative_to(ROOT / "docs"):
+        assert f"]({page.relative_to(ROOT)})" in README
 
 
 def test_no_file_names_a_machine_or_a_registry() -> None:

@@ -56,6 +56,15 @@ def test_notebook_runs_and_gives_its_stored_outputs(name: str) -> None:
     assert texts(execute(FOLDER / f"{name}.ipynb")) == texts(read(name))
 
 
+@pytest.mark.parametrize("name", ["prompt_in_chunks", "token_by_token"])
+def test_script_ends_with_the_bits_of_the_whole(
+    url: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QKV_URL", url)
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out == "True\n"
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_stored_notebook_is_complete_and_small(path: Path) -> None:
     text, notebook = path.read_text(), read(path.stem)

@@ -33,7 +33,7 @@ from support.known_requests import EPS, FLOATING, assert_problem
 from support.service import Server
 
 PATH: Final = "/v1/gradients/softmax"
-SIZES: Final = {"B": 2, "H": 4, "G": 2, "L": 5, "S": 5, "D": 3, "E": 3}
+SIZES: Final = {"B": 2, "H": 4, "G": 2, "J": 4, "V": 2, "L": 5, "S": 5, "D": 3, "E": 3}
 LIMITS: Final = Limits(response_bytes=1 << 20, job_bytes=1 << 20)
 with_gradients = pytest.mark.parametrize(
     "variant", [v for v in variants().values() if v.backward], ids=lambda v: v.name

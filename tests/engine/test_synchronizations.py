@@ -21,7 +21,19 @@ from qkv.wire.message import Message
 from support.engines import LIMITS, new_job
 from support.pretended_device import PretendedDevice, counting, log
 
-SIZES: Final = {"B": 2, "H": 4, "G": 2, "L": 33, "S": 70, "D": 16, "E": 16, "I": 20, "O": 9}
+SIZES: Final = {
+    "B": 2,
+    "H": 4,
+    "G": 2,
+    "J": 4,
+    "V": 2,
+    "L": 33,
+    "S": 70,
+    "D": 16,
+    "E": 16,
+    "I": 20,
+    "O": 9,
+}
 FORMS: Final[tuple[Any, ...]] = (
     "none", "full", "stats", {"rows": [3, 0]}, {"top_k": 2}, {"pool": 3},
 )  # fmt: skip

@@ -37,7 +37,7 @@ def outcome(work: Callable[[], Job]) -> Any:
     plan = job.plan
     return (
         {n: (t.dtype, t.shape, bytes(t.data)) for n, t in output.outputs.items()}, output.backend,
-        plan.arguments, plan.outputs, plan.form, plan.annotations, plan.output_specs, plan.bytes_in,
+        plan.arguments, plan.outputs, plan.form, plan.annotations(), plan.output_specs, plan.bytes_in,
         plan.bytes_out, plan.flops, plan.score_count, plan.is_small, plan.batch_size,
         plan.inputs.dtype, plan.inputs.shapes, plan.inputs.axes.sizes, plan.uses_sdpa,
     )  # fmt: skip
@@ -72,7 +72,9 @@ def test_job_from_a_plan_equals_one_validated_anew(
     group = "attention" if kind is Plan else "gradients"
     known = variant.parameters.model_fields
     for seed in range(40):
-        parameters = {"causal": bool(seed % 2)} if "causal" in known else {}
+        parameters: dict[str, Any] = {"causal": bool(seed % 2)} if "causal" in known else {}
+        if "rule" in known:
+            parameters = {"rule": "gated_delta" if seed % 2 else "linear"}
         given: dict[str, Any] = {"parameters": parameters}
         if seed % 3 == 0:
             given["dtype"] = FLOATING[seed % 4]  # lists

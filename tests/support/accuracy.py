@@ -110,8 +110,12 @@ def measure_sensitivity(case: Case, seed: int) -> dict[str, Tensor]:
 
 
 def _select_row_blocks(case: Case) -> list[slice | None]:
-    """Returns the query rows to compare with the reference; None: all."""
-    if case.N < LONG_LENGTH or "query" not in case.variant.inputs:
+    """Returns the query rows to compare with the reference; None: all.
+
+    Without an axis of their own, queries are at the positions of their keys.
+    """
+    letters = {x for spec in case.variant.inputs.values() for x in spec.letters}
+    if case.N < LONG_LENGTH or "L" not in letters:
         return [None]
     starts = (0, case.N // 2 - _BLOCK_ROWS // 2, case.N - _BLOCK_ROWS)
     return [slice(start, start + _BLOCK_ROWS) for start in starts]

@@ -16,7 +16,7 @@ DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LENGTHS: Final = (1, 2, 3, 7, 16, 17, 64, 65, 257, 1024, 4096)
 INPUT_FAMILIES: Final = ("random", "tiny", "huge", "opposed", "duplicated", "zero", "constant")
 
-SIZES: Final = {"B": 2, "H": 2, "G": 1, "D": 8, "E": 4, "O": 4}
+SIZES: Final = {"B": 2, "H": 2, "G": 1, "J": 2, "V": 1, "D": 8, "E": 4, "O": 4}
 LONG_LENGTH: Final = 1024  # from this length on, one item and one head
 
 
@@ -69,7 +69,7 @@ def make_inputs(case: Case, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed * 100_003 + case.N)
     sizes = SIZES | dict.fromkeys("LSI", case.N)
     if case.N >= LONG_LENGTH:
-        sizes |= dict.fromkeys("BHG", 1)
+        sizes |= dict.fromkeys("BHGJV", 1)
     direction = torch.randn(sizes["D"], generator=generator, dtype=torch.float64)
     tensors = {}
     for spec in _required_floats(case):

@@ -21,6 +21,10 @@ from support.known_requests import DTYPES, FLOATING
 LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=1 << 30)
 TINY: Final = (1, 1, 2, 3, 5, 7)
 FORMS: Final[tuple[Any, ...]] = ("full", "stats", {"pool": 3}, {"top_k": 1}, {"rows": [0, 0]})
+RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+    ("linear", ()), ("gated", ("log_decay",)), ("delta", ("beta",)),
+    ("gated_delta", ("log_decay", "beta")),
+)  # fmt: skip
 LENGTHS: Final = (1, 2, 3, 7, 7, 16, 33, 65, 200)
 VARIANTS_AND_JOBS: Final = [
     pytest.param(v, kind, id=f"{v.name}-{kind.__name__}")
@@ -36,6 +40,8 @@ def random_jobs(variant: Variant, kind: type[Plan], seed: int) -> list[Job]:
     sizes = {letter: int(random.choice(TINY)) for letter in "DEGIOR"}
     sizes |= {letter: int(random.choice(LENGTHS)) for letter in "LS"}
     sizes["H"] = sizes["G"] * int(random.choice((1, 1, 2, 3)))
+    sizes |= {"J": sizes["H"], "V": sizes["G"], "T": sizes["G"]}
+    sizes["Z"] = int(random.choice((1, sizes["D"])))
     sizes["N"] = sizes["S"] + int(random.choice(TINY)) - 1
     dtype = DTYPES[str(random.choice(FLOATING))]
     known = variant.parameters.model_fields
@@ -46,11 +52,20 @@ def random_jobs(variant: Variant, kind: type[Plan], seed: int) -> list[Job]:
     ):  # fmt: skip
         if name in known and random.random() < 0.5:
             parameters[name] = values[int(random.integers(len(values)))]
+    gates: tuple[str, ...] = ()
+    if "rule" in known:
+        parameters["rule"], gates = RULES[seed % len(RULES)]
+        parameters["normalize_qk"] = "beta" in gates  # the delta rules grow with large keys
     spread = float(random.choice([0.1, 1.0, 1.0, 5.0]))
     has_lengths = random.random() < 0.5
 
     def normal(shape: Any) -> RawTensor:
         return RawTensor.from_numpy((random.normal(size=shape) * spread).astype(dtype))
+
+    def gate(name: str, shape: Any) -> RawTensor:
+        numbers = np.abs(random.normal(size=shape))
+        numbers = -numbers if name == "log_decay" else 1 / (1 + numbers)
+        return RawTensor.from_numpy(numbers.astype(dtype))
 
     # tensors without axis B: requests that differ in them have different batch keys
     shared = {
@@ -67,7 +82,9 @@ def random_jobs(variant: Variant, kind: type[Plan], seed: int) -> list[Job]:
         tensors = dict(shared)
         for i in variant.inputs.values():
             shape = [fixed_size(x) or own.get(x, 4) for x in i.letters]
-            if "B" in i.letters and not i.is_optional:
+            if i.name in gates:
+                tensors[i.name] = gate(i.name, shape)
+            elif "B" in i.letters and not i.is_optional:
                 tensors[i.name] = normal(shape)
             elif i.name == "key_lengths" and has_lengths:
                 lengths = random.integers(0, sizes["S"] + 1, own["B"])

@@ -22,6 +22,7 @@ from support.known_requests import DTYPES, Array, as_json
 
 _ROLES: Final = ("query", "key", "value")
 _FIELDS: Final = ("outputs", "weights", "dtype", "encoding")
+_GATES: Final = {"log_decay": ("gated", "gated_delta"), "beta": ("delta", "gated_delta")}
 _WIDTH: Final = 8  # width of a layer's projections
 
 
@@ -96,14 +97,16 @@ class Fitting:
             return self._draw.random(shape) < 0.7
         return self._draw.normal(size=shape).astype(DTYPES[dtype])
 
-    def _inputs(self, variant: Variant) -> dict[str, Array]:
+    def _inputs(self, variant: Variant, rule: str = "linear") -> dict[str, Array]:
         sizes = {letter: self._size() for letter in "BGLSDEMIOR"}
         sizes["H"] = sizes["G"] * self._size(3)
+        sizes |= {"V": sizes["G"], "T": sizes["G"], "J": sizes["H"], "Z": 1}
         sizes["N"] = sizes["S"] + self._size()
         return {
             spec.name: self._input(spec, sizes)
             for spec in variant.inputs.values()
-            if not spec.is_optional or self._chance()
+            if not spec.is_optional
+            or (rule in _GATES[spec.name] if spec.name in _GATES else self._chance())
         }
 
     def _input(self, spec: Input, sizes: Mapping[str, int]) -> Array:
@@ -116,7 +119,8 @@ class Fitting:
         return self._numbers(shape, [d for d in spec.dtypes if d in ("float32", "bool")])
 
     def _run(self, variant: Variant, given: Mapping[str, Any]) -> dict[str, Any]:
-        arrays = self._inputs(variant)
+        rule = (given.get("parameters") or {}).get("rule", "linear")
+        arrays = self._inputs(variant, rule)
         fields: dict[str, Any] = {name: given[name] for name in _FIELDS if name in given}
         if "parameters" in given:
             fields["parameters"] = dict(given["parameters"])
@@ -153,6 +157,7 @@ class Fitting:
 
     def _output(self, variant: Variant, arrays: Mapping[str, Array]) -> list[int]:
         sizes = self._sizes(variant, arrays)
+        sizes |= {"H": sizes.get("H", sizes.get("J", 1))}
         return [fixed_size(x) or sizes[x] for x in variant.outputs["output"].letters]
 
     def _sizes(self, variant: Variant, arrays: Mapping[str, Array]) -> dict[str, int]:
@@ -168,6 +173,8 @@ class Fitting:
         S, M = arrays["key"].shape[-2], self._size()
         for name in _ROLES:
             arrays[name] = self._numbers((B, L if name == "query" else S, M))
+        for name in arrays.keys() & _GATES:
+            arrays[name] = arrays[name][:, 0]  # the layer has one head, and the request no axis
         arrays.pop("mask", None)
         for name in arrays.keys() & {"alibi_slopes", "sinks"}:
             arrays[name] = arrays[name][:1]  # the layer has one head
@@ -184,7 +191,7 @@ class Fitting:
         B, H, N, D = (self._size() for _ in "BHND")
         arrays = {name: self._numbers((B, H, N, D)) for name in _ROLES}
         form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
-        names = ["efficient", "linear", "linformer", "mean", "sigmoid", "softmax", "taylor"]
+        names = ["efficient", "gated", "linear", "linformer", "mean", "sigmoid", "softmax", "taylor"]
         fields |= {"variants": self._draw.choice(names, self._size(3)).tolist(), "repeats": 1}
         if self._chance():
             fields["anchor"] = {"variant": "softmax", "parameters": {"causal": self._chance()}}

@@ -8,7 +8,13 @@ from typing import Final
 
 import pytest
 
-from qkv.attention.common import explicit_outputs, fused_kernel, gradients, running_softmax
+from qkv.attention.common import (
+    explicit_outputs,
+    fused_kernel,
+    gated_inputs,
+    gradients,
+    running_softmax,
+)
 from qkv.attention.variants import efficient, linear, linformer, sigmoid, taylor
 
 __all__ = ["small_blocks"]
@@ -17,6 +23,7 @@ __all__ = ["small_blocks"]
 # test of several blocks needs tensors of gigabytes. No test sets these names elsewhere.
 _SIZES: Final = (
     (explicit_outputs, "_SCORE_ELEMENTS"),
+    (gated_inputs, "_ELEMENTS"),
     (fused_kernel, "BIAS_ELEMENTS"),
     (gradients, "_SCORE_ELEMENTS"),
     (gradients, "_WORTH_IT"),

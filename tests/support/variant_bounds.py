@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qkv.attention.variants import mean, taylor
+from qkv.attention.variants import gated, mean, taylor
 from support.dtypes import exact_dtype
 from support.head_terms import alibi
 from support.linformer_reference import random_projection
@@ -204,6 +204,32 @@ def _linformer(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str
     }
 
 
+def _gated(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str, Tensor]:
+    """Each term of the recurrence is rounded once per sum that it is in.
+
+    All of them together are the outputs of the recurrence on absolute values, without any
+    cancellation. The exponent of a decay is rounded too: up to 104 it matters in float32.
+    """
+    query, value = tensors["query_BJSD"], tensors["value_BVSE"]
+    narrow, exact = (torch.finfo(d) for d in (query.dtype, exact_dtype(query.dtype)))
+    sizes: dict[str, Any] = {n: x.abs() if x.is_floating_point() else x for n, x in tensors.items()}
+    state_heads = max(tensors["key_BGSD"].shape[1], value.shape[1])
+    beta = sizes.get("beta_BTS", torch.ones(len(query), state_heads, query.shape[2]))
+    sizes |= {"value_BVSE": -sizes["value_BVSE"], "beta_BTS": -beta}
+    close = 16.0 + 4 * query.shape[3] + 4 * query.shape[2]
+    if (decay := tensors.get("log_decay_BTSZ")) is not None:
+        sizes["log_decay_BTSZ"] = decay
+        close += min(104.0, float(decay.double().abs().sum(2).max()))
+    mass = gated.reference(**sizes, **parameters)
+    least = exact.tiny * (1 + float(value.abs().max())) * query.shape[2] * query.shape[3]
+    found = {
+        n: close * exact.eps * getattr(mass, n).abs() + least
+        for n in ("output", "weights", "state_weights")
+    }
+    found["output"] = found["output"] + narrow.eps * truth.output.abs() + narrow.tiny
+    return found
+
+
 def _linear_layer(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str, Tensor]:
     x, weight = tensors["x_BI"], tensors["weight_OI"]
     narrow, eps, I = torch.finfo(x.dtype), torch.finfo(exact_dtype(x.dtype)).eps, x.shape[1]  # noqa: E741
@@ -230,6 +256,7 @@ def _softmax(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str, 
 
 BOUNDS: Final[Mapping[str, Callable[[Tensors, Parameters, Any], dict[str, Tensor]]]] = {
     "efficient": _efficient,
+    "gated": _gated,
     "linear": _linear,
     "linear_layer": _linear_layer,
     "linformer": _linformer,

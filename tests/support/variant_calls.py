@@ -30,6 +30,10 @@ PARAMETERS: Final[tuple[dict[str, Any], ...]] = (
     {"method": "loop"},
     {"method": "matmul"},
     {"method": "softmax", "causal": False},
+    {"rule": "gated", "chunk": 2},
+    {"rule": "delta", "scale": -0.7},
+    {"rule": "gated_delta", "chunk": 3},
+    {"rule": "gated_delta", "normalize_qk": True},
     {"rank": 2, "seed": 5},
     {"bias": -1.5},
     {"scale": -0.7},
@@ -86,12 +90,13 @@ def with_padding(name: str, tensors: Mapping[str, Tensor], garbage: float) -> di
     filled = dict(tensors)
     if (lengths := tensors.get("key_lengths_B")) is None:
         return filled
-    for argument in padded_arguments(name):
+    for argument in tensors.keys() & {*padded_arguments(name)}:
         x = tensors[argument]
         most = torch.finfo(x.dtype).max
         fill = max(-most, min(most, garbage)) if math.isfinite(garbage) else garbage
         padding = torch.arange(x.shape[2]) >= lengths[:, None]
-        filled[argument] = x.masked_fill(padding[:, None, :, None], fill)
+        shape = (len(x), 1, x.shape[2], *(1 for _ in x.shape[3:]))
+        filled[argument] = x.masked_fill(padding.view(shape), fill)
     return filled
 
 

@@ -40,6 +40,8 @@ _PARAMETERS: Final[dict[str, st.SearchStrategy[Any]]] = {
     "window": st.none() | st.tuples(_COUNT, _COUNT),
     "dropout": st.just(0.0) | st.floats(0.01, 0.99),
     "seed": _SEEDS,
+    "normalize_qk": st.booleans(),
+    "chunk": st.sampled_from((2, 3, 17, 64)),
     "bias": st.sampled_from((0.0, -4.5, 10.0, -80.0)),
 }
 
@@ -53,6 +55,12 @@ def calls(draw: st.DrawFn, variant: Variant) -> dict[str, Any]:
     sizes |= {x: draw(_WIDTH) for x in "DE"} | {x: draw(st.integers(1, 9)) for x in "RO"}
     sizes |= {"H": sizes["G"] * draw(_SMALL), "I": draw(st.integers(1, 40))}
     sizes["N"] = sizes["S"] + draw(st.sampled_from((0, 0, 1, 30)))
+    sizes |= {"V": sizes["G"] * draw(_SMALL)}
+    sizes |= {
+        "T": sizes["V"],
+        "J": sizes["V"] * draw(_SMALL),
+        "Z": draw(st.sampled_from((1, sizes["D"]))),
+    }
     if "G" not in {x for i in variant.inputs.values() for x in i.letters}:
         sizes["H"] = draw(_SMALL)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))

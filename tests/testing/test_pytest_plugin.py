@@ -121,8 +121,8 @@ def test_marked_test_that_checks_no_function_fails(run: Run, test: str, fails: b
 @pytest.mark.parametrize(
     ("marker", "arguments", "problem"),
     [
-        ('"softmaxx"', "", "no variant 'softmaxx'; there are efficient, linear, "),
-        ("", "", "the variant is missing: got None, expected one of efficient, linear, "),
+        ('"softmaxx"', "", "no variant 'softmaxx'; there are efficient, gated, linear, "),
+        ("", "", "the variant is missing: got None, expected one of efficient, gated, linear, "),
         ('"softmax", "linear"', "", "the variant is missing: got ('softmax', 'linear'), expected "),
         ('"softmax", familys=1', "", "no option 'familys'; the options are dtype, families, "),
         ('"softmax"', "casual=True", "parameters of softmax are causal, query_offset, "),

@@ -46,7 +46,7 @@ def check_cost(spec: CaseSpec) -> None:
     products = -(-sizes.get("R", columns) // (64 if "D" in sizes or "I" in sizes else 32))
     rows = max(sizes.get("L", sizes.get("O", 1)), products)
     width = max(sizes.get("D", 1), sizes.get("E", 1))
-    heads = sizes.get("B", 1) * sizes.get("H", 1)
+    heads = sizes.get("B", 1) * sizes.get("H", sizes.get("J", 1))
     scores = heads * rows * columns
     for name, size, limit in (
         ("B H", heads, MAX_HEADS),

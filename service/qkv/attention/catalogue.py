@@ -15,7 +15,7 @@ from typing import Any
 
 from qkv.attention import variant_file
 from qkv.attention.identity_weights import weights_letters
-from qkv.attention.signature import Output, read_signature
+from qkv.attention.signature import Input, Output, read_signature
 from qkv.attention.variant import Variant
 from qkv.attention.variant_file import BrokenRule, BrokenVariant
 from qkv.errors import NotFound
@@ -118,6 +118,7 @@ def read_module(module: ModuleType, path: Path) -> Variant:
         parameters=signature.parameters,
         returned=None if signature.returns_tensor else frozenset(signature.outputs),
         from_engine=signature.from_engine,
+        state=signature.state,
     )
 
 
@@ -138,7 +139,7 @@ def describe(variant: Variant) -> dict[str, Any]:
                 "optional": i.is_optional,
                 "random": i.name in variant.random_input_names,
             }
-            for i in variant.inputs.values()
+            for i in variant.tensors.values()
         },
         "parameters": variant.parameters.model_json_schema(),
         "refuses": dict(variant.refuses),
@@ -148,6 +149,10 @@ def describe(variant: Variant) -> dict[str, Any]:
                 "dtype": "float32, or float64 for float64 inputs" if o.is_exact else "the inputs'",
             }
             for o in variant.outputs.values()
+        }
+        | {
+            i.name: {"shape": list(i.letters), "dtype": _dtype_of_state(i)}
+            for i in (variant.state.inputs.values() if variant.state else ())
         },
         "gradients": [
             i.name
@@ -155,3 +160,8 @@ def describe(variant: Variant) -> dict[str, Any]:
             if variant.backward is not None and "float32" in i.dtypes
         ],
     }
+
+
+def _dtype_of_state(spec: Input) -> str:
+    """Returns the dtype of a state's tensor in words: its widest, or that of an input."""
+    return "the input's" if "float16" in spec.dtypes else spec.dtypes[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType, UnionType
 from typing import Any, Final, NamedTuple
@@ -18,8 +18,21 @@ from jaxtyping import AbstractArray
 from qkv.attention.variant_file import BrokenRule, one_line
 from qkv.tensors import DTYPES, FLOATING
 
-__all__ = ["Input", "Output", "Signature", "fixed_size", "read_signature"]
+__all__ = [
+    "STATE",
+    "VERSION",
+    "Input",
+    "Output",
+    "Signature",
+    "State",
+    "fixed_size",
+    "read_signature",
+]
 
+STATE: Final = "state."
+"""The beginning of the names of a state's tensors."""
+VERSION: Final = f"{STATE}version"
+"""The tensor that says what a state belongs to; the engine adds it to those of the variant."""
 _FROM_ENGINE: Final = ("outputs", "plane_BH")  # arguments from the engine, not from the request
 _RESERVED: Final = ("grad_output",)  # inputs that a request has beside the variant's
 _PROJECTED: Final = ("query", "key", "value")  # inputs that a layer computes from embeddings
@@ -35,6 +48,8 @@ class Input:
         argument: its name in the signature, which may have a shape suffix.
         letters: one per axis, of the legend in CONVENTIONS.md; a number is an axis of that size.
         broadcasts: each axis may also be 1, and leading axes may be omitted.
+        may_omit_last: its last axis may be omitted; the size is then 1.
+        may_be_wider: its dtype may be float32 or float64 beside narrower tensors.
         dtypes: the dtypes it may have.
         is_optional: it may be absent.
     """
@@ -45,6 +60,14 @@ class Input:
     broadcasts: bool
     dtypes: tuple[str, ...]
     is_optional: bool
+    may_omit_last: bool = False
+    may_be_wider: bool = False
+
+    @property
+    def has_own_dtype(self) -> bool:
+        """True if its dtype may be any: of masks, and of numbers per head, which would be too
+        coarse in bfloat16."""
+        return self.broadcasts or self.letters == ("H",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +85,20 @@ class Output:
     is_exact: bool
 
 
+class State(NamedTuple):
+    """The tensors that the next tokens need: an argument of `attend`, and one of its outputs.
+
+    Attributes:
+        argument: the name of the argument, which is a NamedTuple of tensors.
+        kind: the NamedTuple.
+        inputs: its tensors, named `state.<field>`.
+    """
+
+    argument: str
+    kind: type[Any]
+    inputs: Mapping[str, Input]
+
+
 class Signature(NamedTuple):
     """The contents of the signature of `attend`.
 
@@ -71,6 +108,7 @@ class Signature(NamedTuple):
         parameters: the arguments after the `*`, as a model that validates them.
         from_engine: the arguments that the engine passes: `outputs`, `plane_BH`.
         returns_tensor: `attend` returns the output itself, not a NamedTuple.
+        state: what `attend` takes and returns of the tokens before; None: nothing.
     """
 
     inputs: Mapping[str, Input]
@@ -78,12 +116,14 @@ class Signature(NamedTuple):
     parameters: type[pydantic.BaseModel]
     from_engine: frozenset[str]
     returns_tensor: bool
+    state: State | None
 
 
 class _Array(NamedTuple):
     letters: tuple[str, ...]
     broadcasts: bool
     dtypes: tuple[str, ...]
+    may_omit_last: bool
 
 
 def fixed_size(axis: str) -> int | None:
@@ -119,7 +159,14 @@ def read_signature(module: ModuleType, name: str) -> Signature:
                 "or the type of a parameter"
             )
         (tensors if p.kind is p.POSITIONAL_OR_KEYWORD else options).append(p)
-    inputs = [_read_input(p, hints[p.name]) for p in tensors if p.name not in _FROM_ENGINE]
+    wider = getattr(module, "MAY_BE_WIDER", ())
+    count = sum(p.name != "state" and p.name not in _FROM_ENGINE for p in options)
+    state = next((s for p in tensors if (s := _read_state(p.name, hints[p.name], count))), None)
+    inputs = [
+        _read_input(p, hints[p.name], wider)
+        for p in tensors
+        if p.name not in _FROM_ENGINE and (state is None or p.name != state.argument)
+    ]
     _check_inputs(inputs)
     outputs, returns_tensor = _read_outputs(hints)
     _check_outputs(inputs, outputs, has_hook=hasattr(module, "infer_sizes"))
@@ -131,11 +178,11 @@ def read_signature(module: ModuleType, name: str) -> Signature:
     from_engine = frozenset(p.name for p in options if p.name in _FROM_ENGINE)
     return Signature(
         {i.name: i for i in inputs}, {o.name: o for o in outputs}, parameters, from_engine,
-        returns_tensor,
+        returns_tensor, state,
     )  # fmt: skip
 
 
-def _read_input(parameter: inspect.Parameter, hint: Any) -> Input:
+def _read_input(parameter: inspect.Parameter, hint: Any, wider: Collection[str]) -> Input:
     argument, arrays = parameter.name, _arrays(hint)
     if not arrays:
         raise BrokenRule(
@@ -147,9 +194,9 @@ def _read_input(parameter: inspect.Parameter, hint: Any) -> Input:
             f"attend's argument {argument} has a default other than None: got "
             f"{parameter.default!r:.60}, expected None, or no default"
         )
-    letters, broadcasts, _ = arrays[0]
+    letters, broadcasts, _, may_omit_last = arrays[0]
     _check_letters(argument, letters)
-    dtypes = tuple(d for d in DTYPES if any(d in known for *_, known in arrays))
+    dtypes = tuple(d for d in DTYPES if any(d in array.dtypes for array in arrays))
     if not dtypes:
         raise BrokenRule(
             f"attend's argument {argument} has no dtype that is served: expected one of "
@@ -159,7 +206,34 @@ def _read_input(parameter: inspect.Parameter, hint: Any) -> Input:
     if not name or suffix != "".join(letters):
         name = argument
     is_optional = parameter.default is not parameter.empty
-    return Input(name, argument, letters, broadcasts, dtypes, is_optional)
+    return Input(
+        name, argument, letters, broadcasts, dtypes, is_optional, may_omit_last, name in wider
+    )
+
+
+def _read_state(argument: str, hint: Any, parameter_count: int) -> State | None:
+    """Returns the state of an argument whose annotation is a NamedTuple of arrays, or None.
+
+    Its version has four numbers, and one for each parameter.
+    """
+    version = Input(
+        VERSION, VERSION, ("B", str(4 + parameter_count)), False, ("int64",), is_optional=True
+    )
+    for kind in typing.get_args(hint):
+        if inspect.isclass(kind) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+            fields = typing.get_type_hints(kind)
+            specs = [_read_field(name, fields[name]) for name in kind._fields]
+            return State(argument, kind, {spec.name: spec for spec in (version, *specs)})
+    return None
+
+
+def _read_field(field: str, hint: Any) -> Input:
+    arrays, name = _arrays(hint), f"{STATE}{field}"
+    if not arrays:
+        raise BrokenRule(f"{name} is no array: got {_type_name(hint)}, expected {_ARRAY}")
+    _check_letters(name, arrays[0].letters)
+    dtypes = tuple(d for d in DTYPES if any(d in array.dtypes for array in arrays))
+    return Input(name, name, arrays[0].letters, False, dtypes, is_optional=True)
 
 
 def _check_inputs(inputs: list[Input]) -> None:
@@ -272,7 +346,11 @@ def _each_array(hint: Any) -> Iterator[_Array]:
         if inspect.isclass(part) and issubclass(part, AbstractArray):
             axes = part.dim_str.split()
             letters = tuple(axis.lstrip("#") for axis in axes)
-            yield _Array(letters, any("#" in axis for axis in axes), tuple(part.dtypes))
+            marked = [i for i, axis in enumerate(axes, 1) if "#" in axis]
+            may_omit_last = marked == [len(axes)]
+            yield _Array(
+                letters, bool(marked and not may_omit_last), tuple(part.dtypes), may_omit_last
+            )
 
 
 def _type_name(hint: Any) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from qkv.attention import defaults, variant_file
 from qkv.attention.identity_weights import IdentityWeights
 from qkv.attention.json_integers import takes_integers, to_integer
-from qkv.attention.signature import Input, Output
+from qkv.attention.signature import STATE, VERSION, Input, Output, State
 from qkv.errors import InvalidContent, format_value, pointer_to
 
 __all__ = ["Variant"]
@@ -39,6 +39,7 @@ class Variant:
         outputs: the outputs that `attend` returns, and `weights` if they can be computed.
         returned: the outputs that `attend` returns; None: it returns the output itself.
         from_engine: the arguments of `attend` that the engine passes.
+        state: what `attend` takes and returns of the tokens before; None: nothing.
     """
 
     name: str
@@ -48,6 +49,27 @@ class Variant:
     parameters: type[pydantic.BaseModel]
     returned: frozenset[str] | None
     from_engine: frozenset[str]
+    state: State | None = None
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Input]:
+        """The inputs, and the tensors of a state."""
+        return self.inputs if self.state is None else {**self.inputs, **self.state.inputs}
+
+    def state_names(self, parameters: pydantic.BaseModel) -> list[str]:
+        """Returns the names of the tensors of a state for these parameters, in their order."""
+        if self.state is None:
+            return []
+        fields = self.module.state_fields(parameters)
+        return [n for n in self.state.inputs if n == VERSION or n.removeprefix(STATE) in fields]
+
+    def with_state(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of `attend`, with the tensors of a state as one of them."""
+        if self.state is None:
+            return dict(arguments)
+        rest = {n: x for n, x in arguments.items() if n not in self.state.inputs}
+        given = {n.removeprefix(STATE): x for n, x in arguments.items() if n not in rest}
+        return {**rest, self.state.argument: self.state.kind(**given)} if given else rest
 
     @cached_property
     def attend(self) -> Callable[..., Any]:
@@ -249,17 +271,24 @@ class Variant:
         return str(hook(**_accepted(hook, {"parameters": parameters, "inputs": inputs})))
 
     def infer_sizes(
-        self, sizes: Mapping[str, int], parameters: pydantic.BaseModel
+        self,
+        sizes: Mapping[str, int],
+        parameters: pydantic.BaseModel,
+        inputs: Collection[str] = (),
     ) -> Mapping[str, int]:
         """Returns the sizes of letters that no tensor of the request binds.
 
-        The file's `infer_sizes` computes them from the other sizes and the parameters.
+        The file's `infer_sizes` computes them from the other sizes, the parameters, and the names
+        of the tensors that the request has.
 
         Raises:
-            QkvError: sizes and parameters contradict one another, or exceed a limit.
+            QkvError: sizes, parameters and inputs contradict one another, or exceed a limit.
         """
-        hook = getattr(self.module, "infer_sizes", None)
-        return {} if hook is None else hook(sizes, parameters)
+        if (hook := getattr(self.module, "infer_sizes", None)) is None:
+            return {}
+        known = {"sizes": sizes, "parameters": parameters, "inputs": inputs}
+        found: Mapping[str, int] = hook(**_accepted(hook, known))
+        return found
 
     def parse(self, parameters: Mapping[str, Any]) -> pydantic.BaseModel:
         """Validates parameters from JSON.

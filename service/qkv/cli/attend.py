@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -52,6 +52,19 @@ __all__ = ["attend", "gradients"]
     metavar="FORM",
     help="The form of the weights: full, none, stats, rows=0,5, top_k=8 or pool=64.",
 )
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The state of the tokens before, as --save-state wrote it.",
+)
+@click.option(
+    "--save-state",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A .safetensors file for the state of the tokens.  Without --return, no weights are "
+    "computed.",
+)
 @layer_options
 @URL
 @API_KEY
@@ -62,6 +75,8 @@ def attend(
     target: Path,
     outputs: tuple[str, ...],
     weights: str | None,
+    state: Path | None,
+    save_state: Path | None,
     **options: Any,
 ) -> None:
     """Runs VARIANT on the tensors in the file SOURCE.
@@ -80,10 +95,15 @@ def attend(
     qkv attend softmax in.npz -o out.npz -p causal=true -p 'window=[128,0]'
     qkv attend softmax in.json -o out.json --local --return output
     qkv attend softmax in.npz -o out.npz --weights top_k=8
+    qkv attend gated in.npz -o out.npz --state a.safetensors
     """
     form = None if weights is None else _parse_weight_form(weights)
-    flags = drop_unset(outputs=list(outputs) or None, weights=form)
-    _run_file(run_path(variant), "outputs", variant, source, target, flags, **options)
+    names = list(outputs)
+    if save_state is not None:
+        names = [*(names or ["output", *(["weights"] if weights else [])]), "state"]
+    flags = drop_unset(outputs=names or None, weights=form)
+    states = _States(state, save_state)
+    _run_file(run_path(variant), "outputs", variant, source, target, flags, states, **options)
 
 
 @click.command(short_help="Computes the gradients of a variant at the tensors in a file.")
@@ -105,7 +125,16 @@ def gradients(variant: str, source: Path, target: Path, **options: Any) -> None:
     \b
     qkv gradients softmax in.npz -o out.npz -p causal=true
     """
-    _run_file(gradients_path(variant), "gradients", variant, source, target, {}, **options)
+    _run_file(
+        gradients_path(variant), "gradients", variant, source, target, {}, _States(), **options
+    )
+
+
+class _States(NamedTuple):
+    """The files of the state before and behind the tokens; None: no file."""
+
+    before: Path | None = None
+    behind: Path | None = None
 
 
 def _run_file(
@@ -115,6 +144,7 @@ def _run_file(
     source: Path,
     target: Path,
     flags: dict[str, Any],
+    states: _States,
     *,
     parameters: tuple[str, ...],
     url: str,
@@ -130,9 +160,13 @@ def _run_file(
         typed["/outputs"] = "--return"
     with one_line_errors(typed):
         tensor_files.check_target(target)
+        if states.behind is not None:
+            tensor_files.check_target(states.behind, [".safetensors"])
         message = tensor_files.read_request(
             source, layer.get("prefix"), has_gradient=group == "gradients"
         )
+        if states.before is not None:
+            message.tensors |= tensor_files.read_state(states.before)
         override(message.fields, **flags)
         override_object(message.fields, "parameters", dict(map(parse_parameter, parameters)))
         override_object(message.fields, "layer", layer)
@@ -143,6 +177,8 @@ def _run_file(
             response = run(variant, message)
         else:
             response = send(url, api_key, build_message(path, message, "inputs", group))
+        if states.behind is not None:
+            response = tensor_files.write_state(states.behind, response, group)
         tensor_files.write(target, replace(response, encoding=message.encoding), group)
     report(response, target)
     timing = response.fields["timing"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
@@ -22,8 +23,20 @@ from qkv.wire.checkpoint.torch_files import refuse_torch_file
 from qkv.wire.message import Message
 from qkv.wire.safetensors import LAYER
 
-__all__ = ["SUFFIXES", "check_target", "needed", "read", "read_request", "replace_file", "write"]
+__all__ = [
+    "SUFFIXES",
+    "check_target",
+    "needed",
+    "read",
+    "read_request",
+    "read_state",
+    "replace_file",
+    "write",
+    "write_state",
+]
 
+STATE: Final = "state."
+"""The beginning of the names of a state's tensors."""
 SUFFIXES: Final = (".safetensors", ".npz", ".json")
 _MAX_UNPACKED: Final = 1 << 30
 """The most bytes of compressed arrays in one .npz file: zeros take a thousandth of their size."""
@@ -140,6 +153,33 @@ def write(path: Path, message: Message, group: str) -> None:
         case _:
             raise _unknown_suffix(path)
     replace_file(path, chunks)
+
+
+def read_state(path: Path) -> dict[str, RawTensor]:
+    """Returns the tensors of a state, whose names begin with `state.`, in a file.
+
+    Raises:
+        InvalidContent: the file has no such tensor.
+        QkvError, OSError: as `read`.
+    """
+    tensors = {n: x for n, x in read(path, "inputs").tensors.items() if n.startswith(STATE)}
+    if not tensors:
+        raise InvalidContent(
+            f"{path} has no state: expected tensors whose names begin with {STATE}"
+        )
+    return tensors
+
+
+def write_state(path: Path, response: Message, group: str) -> Message:
+    """Writes the tensors of the state in a response to a file; returns the response without them.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    state = {n: x for n, x in response.tensors.items() if n.startswith(STATE)}
+    rest = {n: x for n, x in response.tensors.items() if n not in state}
+    replace_file(path, safetensors.encode(Message({}, state), group))
+    return replace(response, tensors=rest)
 
 
 def replace_file(path: Path, chunks: Iterable[Chunk]) -> None:

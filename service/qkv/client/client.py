@@ -110,8 +110,9 @@ class Client:
             **inputs_and_parameters: arrays are inputs: `query` (B,H,L,D), `key` (B,G,S,D),
                 `value` (B,G,S,E), `mask`, `key_lengths` (B), `alibi_slopes` (H), `sinks` (H), or
                 `x` (B,L,M) with a layer. A list by the name of an input is one too; its numbers get
-                the dtype of the arrays, else float32. All other values are parameters, such as
-                `causal=True`.
+                the dtype of the arrays, else float32. `state` is the state of another run,
+                `run.state`, which `outputs` names as "state". All other values are parameters, such
+                as `causal=True`.
 
         Raises:
             QkvError: the service rejected the request. The class gives the kind of error, and

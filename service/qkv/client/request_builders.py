@@ -118,6 +118,7 @@ def build_inputs_message(
     fields: Mapping[str, Any],
 ) -> tuple[Message, FromRaw]:
     """Returns inputs, parameters and layer as a message, and the converter of response tensors."""
+    arguments = _with_state(arguments)
     arrays = {name: value for name, value in arguments.items() if is_array(value)}
     if not arrays:
         raise InvalidContent(
@@ -136,6 +137,19 @@ def build_inputs_message(
         fields["layer"] = layer  # the service rejects it
     message = Message(fields, {n: to_raw(array) for n, array in arrays.items()}, layer_tensors)
     return message, from_raw_like(next(iter(arrays.values())))
+
+
+def _with_state(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the arguments with the tensors of a state by their names.
+
+    A state without a tail is compact, and so is the one that is returned.
+    """
+    if not isinstance(state := arguments.get("state"), Mapping):
+        return arguments
+    rest = {name: value for name, value in arguments.items() if name != "state"}
+    if state and not any(name.startswith("state.tail_") for name in state):
+        rest["state"] = "compact"
+    return {**rest, **state}
 
 
 def _json_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:

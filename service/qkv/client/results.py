@@ -32,7 +32,8 @@ class Run:
             query sees no key), "signed" or "unnormalised"; None if there are no weights.
         form: the requested form of the weights: "full", "none", "stats", {"rows": [...]},
             {"top_k": k} or {"pool": bins}.
-        notes: sentences on what a loaded layer has and the variant lacks.
+        notes: what a loaded layer has and the variant lacks, and facts that make the numbers less
+            exact.
     """
 
     variant: str
@@ -60,6 +61,14 @@ class Run:
     def scores(self) -> Any:
         """The scores (B, H, L, S), scaled, capped and masked."""
         return self.outputs["scores"]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The tensors of the state behind the tokens; `attend` takes them as `state`.
+
+        Their names begin with `state.`; the dict is empty if the run did not return them.
+        """
+        return {n: array for n, array in self.outputs.items() if n.startswith("state.")}
 
     def figure(
         self,

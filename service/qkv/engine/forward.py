@@ -6,6 +6,7 @@ The executor calls `call_variant`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from qkv.attention.common.guards import are_deferred, holds, largest_size
 from qkv.attention.layers import projection
+from qkv.attention.signature import STATE, VERSION
 from qkv.engine import layer_pass
 from qkv.engine.device.device import Device
 from qkv.engine.layer_pass import GRADIENT, LayerTensors
@@ -28,9 +30,13 @@ from qkv.jobs.measure.probe_plans import (
 )
 from qkv.jobs.measure.row_divergence import RowDivergencePlan, compare_rows
 from qkv.jobs.plan import Plan
+from qkv.jobs.state import GRAD_SUMS, SUMS
 
-__all__ = ["LayerTensors", "Outputs", "call_variant", "can_defer", "in_layout"]
+__all__ = ["NOTE", "LayerTensors", "Outputs", "call_variant", "can_defer", "in_layout"]
 
+NOTE: Final = "note: "
+"""The beginning of the names of conditions among the outputs, (B,) or (): a note on an item's
+numbers follows."""
 
 Outputs = tuple[dict[str, Tensor], str]
 """Tensors by name, with the axes of the signature, and the name of the code path that ran.
@@ -128,14 +134,14 @@ def _arguments(
     arguments.update(plan.arguments)
     if plan.variant.takes_plane:
         arguments["plane_BH"] = plane_BH
-    return arguments
+    return arguments if plan.variant.state is None else plan.variant.with_state(arguments)
 
 
 def _defer_size_checks(plan: Plan, projected: Mapping[str, Tensor]) -> None:
     """Defers the check that all numbers are of a size for which the variant may be stacked."""
     for name, spec in plan.variant.inputs.items():
         x = projected.get(name)
-        if x is None or not x.is_floating_point() or "B" not in spec.letters or spec.broadcasts:
+        if x is None or not x.numel() or not x.is_floating_point() or "B" not in spec.letters or spec.broadcasts:
             continue
         holds(largest_size(x) < plan.variant.stackable_below)
 
@@ -145,14 +151,30 @@ def _attend(plan: Plan, arguments: Mapping[str, Any], weights: LayerTensors) -> 
     computed, summary, backend = {}, {}, "blocks"
     if plan.form.is_summary:
         sizes = plan.inputs.axes.sizes
-        summary = compute_weight_form(plan.variant, plan.form, arguments, plan.parameters, sizes)
+        tokens = arguments  # the weights are those of the new tokens
+        if (state := plan.variant.state) is not None:
+            tokens = {n: x for n, x in arguments.items() if n != state.argument}
+        summary = compute_weight_form(plan.variant, plan.form, tokens, plan.parameters, sizes)
     if plan.attend_outputs:
         result = plan.variant.attend(**arguments, outputs=frozenset(plan.attend_outputs))
         computed = {name: getattr(result, name) for name in plan.attend_outputs}
+        if (state := computed.pop("state", None)) is not None:
+            computed |= _state_tensors(plan, state)
+        conditions = getattr(result, "notes", {})
+        computed |= {f"{NOTE}{note}": condition for note, condition in conditions.items()}
         backend = getattr(result, "backend", "explicit")
     if plan.inputs.layer is not None and "output" in computed:
         computed["output"] = layer_pass.project_output(computed["output"], weights)
     return computed | summary if summary else computed, backend
+
+
+def _state_tensors(plan: Plan, state: Any) -> dict[str, Tensor]:
+    """Returns the requested tensors of a state by name, and what the state belongs to."""
+    found = {f"{STATE}{field}": x for field, x in state._asdict().items()}
+    sums = found[SUMS]
+    version = torch.tensor(plan.state_version).to(sums.device, non_blocking=True)
+    found[VERSION] = version.expand(len(sums), -1)
+    return {name: found[name] for name in plan.output_specs if name in found}
 
 
 def _to_float64(
@@ -191,6 +213,8 @@ def _compute_gradients(
     """Returns the gradients of each input, and of the weights of a layer that is not loaded."""
     grad, layer, backward = tensors[GRAD_OUTPUT], plan.inputs.layer, plan.variant.backward
     assert backward is not None
+    if (state := plan.variant.state) is not None and GRAD_SUMS in tensors:
+        backward = partial(backward, grad_state=state.kind(sums=tensors[GRAD_SUMS]))
     if layer is None:
         return backward(grad, **arguments)
     gradients: dict[str, Tensor] = {}

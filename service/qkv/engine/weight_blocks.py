@@ -5,6 +5,7 @@ The forward pass calls `compute_weight_form`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -19,6 +20,7 @@ from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
 from qkv.attention.variant import Variant
 from qkv.jobs import weight_forms
+from qkv.jobs.axis_sizes import HEADS
 from qkv.jobs.weight_forms import WeightForm
 
 __all__ = ["compute_weight_form"]
@@ -144,18 +146,20 @@ def _plane_blocks(
 ) -> Iterator[_Planes]:
     """Yields all batch items and heads, at most `at_once` planes at a time.
 
-    A step has whole items if possible; else whole key heads, each with the query heads that read
-    it; else some of these query heads.
+    A step has whole items if possible; else whole groups of heads that read the same heads of
+    keys and values; else some heads of a group.
     """
     B, H = sizes["B"], sizes["H"] if "H" in letters else 1
-    K = H // sizes.get("G", H)
+    groups = {H // sizes[x] for x in HEADS & sizes.keys()} if H > 1 else {1}
+    K = math.lcm(*groups)
     if at_once >= H:
         yield from ((items, slice(0, H)) for items in row_blocks(B, H, at_once))
         return
     some = [slice(0, H)] if at_once >= K else [slice(g, g + K) for g in range(0, H, K)]
     for b in range(B):
         for heads in some:
-            step = at_once // K * K or at_once
+            # heads of one group may be cut anywhere, unless it has groups within it
+            step = at_once // K * K or (at_once if groups <= {1, K} else 1)
             for start in range(heads.start, heads.stop, step):
                 yield slice(b, b + 1), slice(start, min(heads.stop, start + step))
 
@@ -171,8 +175,10 @@ def _slice_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments of these items and heads only."""
     items, heads = places
-    K = sizes.get("H", 1) // sizes.get("G", sizes.get("H", 1))
-    where = {"B": items, "H": heads, "G": slice(heads.start // K, -(-heads.stop // K))}
+    where = {"B": items}
+    for letter in HEADS & sizes.keys() if "H" in sizes else ():
+        K = sizes["H"] // sizes[letter]
+        where[letter] = slice(heads.start // K, -(-heads.stop // K))
     sliced = dict(arguments)
     for spec in variant.inputs.values():
         if (tensor := arguments.get(spec.argument)) is not None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from qkv.attention.signature import Input, Output, fixed_size
+from qkv.attention.signature import STATE, Input, Output, fixed_size
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent
 
-__all__ = ["AxisSizes", "bind_axes", "omitted_axes"]
+__all__ = ["HEADS", "TOKENS", "AxisSizes", "bind_axes", "omitted_axes"]
 
-_HEADS: Final = frozenset("HG")
+HEADS: Final = frozenset("HGJVT")
+"""The axes of heads; J, V and T are those of `gated`."""
+TOKENS: Final = frozenset("LS")
+"""The axes of queries and keys. A request that brings a state may have none."""
 
 Shape = tuple[int, ...]
 
@@ -29,9 +32,10 @@ class AxisSizes(NamedTuple):
     sizes: dict[str, int]
     omitted: frozenset[str]
 
-    def output_shape(self, output: Output) -> Shape:
+    def output_shape(self, output: Output | Input) -> Shape:
         """Returns the shape of an output in the response."""
-        return tuple(self.sizes[x] for x in output.letters if x not in self.omitted)
+        omitted = self.omitted if len(output.letters) > 1 else ()  # a list at any rank
+        return tuple(self.sizes[x] for x in output.letters if x not in omitted)
 
 
 def omitted_axes(name: str, letters: tuple[str, ...], shape: Shape) -> frozenset[str]:
@@ -40,7 +44,7 @@ def omitted_axes(name: str, letters: tuple[str, ...], shape: Shape) -> frozenset
     Raises:
         InvalidContent: the tensor has more axes than the signature, or too few.
     """
-    optional = [x for x in letters if x in _HEADS] + [x for x in letters if x == "B"]
+    optional = [x for x in letters if x in HEADS] + [x for x in letters if x == "B"]
     missing = len(letters) - len(shape)
     if not 0 <= missing <= len(optional):
         omissions = (optional[:n] for n in range(len(optional) + 1))
@@ -51,7 +55,7 @@ def omitted_axes(name: str, letters: tuple[str, ...], shape: Shape) -> frozenset
             pointer=f"/inputs/{name}",
         )
     omitted = frozenset(optional[:missing])
-    return omitted | _HEADS if omitted & _HEADS else omitted
+    return omitted | HEADS if omitted & HEADS else omitted
 
 
 def bind_axes(variant: Variant, shapes: Mapping[str, Shape], omitted: frozenset[str]) -> AxisSizes:
@@ -65,17 +69,18 @@ def bind_axes(variant: Variant, shapes: Mapping[str, Shape], omitted: frozenset[
     Raises:
         InvalidContent: a rank or a size does not fit, or an axis is empty.
     """
-    axes = [x for i in variant.inputs.values() for x in i.letters]
+    axes = [x for i in variant.tensors.values() for x in i.letters]
     axes += [x for o in variant.outputs.values() for x in o.letters]
     sizes = {x: size for x in axes if (size := fixed_size(x)) is not None}
     owners = dict.fromkeys(sizes, variant.name)
     full_shapes = {}
-    for spec in sorted((variant.inputs[n] for n in shapes), key=lambda i: i.broadcasts):
+    may_be_empty = TOKENS if any(name.startswith(STATE) for name in shapes) else ()
+    for spec in sorted((variant.tensors[n] for n in shapes), key=lambda i: i.broadcasts):
         shape = _full_shape(spec, shapes[spec.name], omitted)
         for letter, size in zip(spec.letters, shape, strict=True):
             if spec.broadcasts and size == 1:
                 continue
-            if size == 0:
+            if size == 0 and letter not in may_be_empty:
                 raise InvalidContent(
                     f"{spec.name} is empty: got {letter}=0, expected 1 or more",
                     pointer=f"/inputs/{spec.name}",
@@ -104,6 +109,8 @@ def _full_shape(spec: Input, shape: Shape, omitted: frozenset[str]) -> Shape:
     axes = [x for x in spec.letters if x not in omitted]
     if spec.broadcasts and len(shape) < len(axes):
         shape = (1,) * (len(axes) - len(shape)) + shape
+    if spec.may_omit_last and len(shape) == len(axes) - 1:
+        shape = (*shape, 1)
     if len(shape) != len(axes):
         raise InvalidContent(
             f"{spec.name} has the wrong number of axes: got shape {list(shape)}, expected "

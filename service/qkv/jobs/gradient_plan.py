@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final, Self
 
 from qkv.attention import catalogue
 from qkv.attention.signature import Input, Output
+from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, NotFound, pointer_to
+from qkv.jobs import state
 from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
 from qkv.jobs.layer_inputs import find_loaded
 from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.run_fields import parse_parameters
-from qkv.tensors import FLOATING
+from qkv.jobs.state import GRAD_SUMS
+from qkv.tensors import FLOATING, RawTensor
 from qkv.wire.casting import dtype_of
 from qkv.wire.message import Message
 
@@ -55,7 +58,8 @@ class GradientPlan(Plan):
         loaded = find_loaded(fields, message, limits.layers)
         parameters = parse_parameters(variant, fields, loaded)
         tensors = dict(message.tensors)
-        grad = tensors.pop(GRAD_OUTPUT, None)
+        grad, grad_sums = tensors.pop(GRAD_OUTPUT, None), tensors.pop(GRAD_SUMS, None)
+        _check_state(variant, tensors, grad_sums)
         message = replace(message, tensors=tensors)
         inputs = Inputs.from_message(variant, parameters, fields, message, loaded)
         names = [name for name, dtype in inputs.dtypes.items() if dtype in FLOATING]
@@ -69,7 +73,10 @@ class GradientPlan(Plan):
         dtype = dtype_of(
             grad, GRAD_OUTPUT, FLOATING, fields.dtype, pointer_to("inputs", GRAD_OUTPUT)
         )
+        state.check_tokens(variant, inputs.axes.sizes, ["gradients"])
         inputs = _with_grad(inputs, variant.outputs["output"], dtype, grad.shape)
+        if grad_sums is not None:
+            inputs = _with_grad_sums(inputs, variant, grad_sums)
         plan = cls(variant, parameters, inputs, frozenset(names))
         plan.check_size(limits)
         return plan
@@ -94,11 +101,6 @@ class GradientPlan(Plan):
         """Always false: gradients are closed forms."""
         return False
 
-    @cached_property
-    def annotations(self) -> dict[str, Any]:
-        """The field `layer` with a layer; the response has no weights."""
-        return self._layer_annotation
-
     @property
     def output_names(self) -> Sequence[str]:
         """The tensors of the request, and those of its layer."""
@@ -116,6 +118,50 @@ class GradientPlan(Plan):
         assert self.inputs.layer is not None
         shape: tuple[int, ...] = self.inputs.layer.tensors[output].shape
         return shape
+
+
+def _check_state(
+    variant: Variant, tensors: Mapping[str, RawTensor], grad_sums: RawTensor | None
+) -> None:
+    """Checks that a state is sums alone, for a variant that has one.
+
+    Raises:
+        InvalidContent: a tensor is not allowed.
+    """
+    if grad_sums is not None and variant.state is None:
+        raise InvalidContent(
+            f"{variant.name} has no state: {GRAD_SUMS} is not allowed",
+            pointer=pointer_to("inputs", GRAD_SUMS),
+        )
+    for name in tensors:
+        if name.startswith(state.TAIL):
+            raise InvalidContent(
+                f"{name} is not allowed: gradients take a compact state, which has no tail",
+                pointer=pointer_to("inputs", name),
+            )
+
+
+def _with_grad_sums(inputs: Inputs, variant: Variant, grad: RawTensor) -> Inputs:
+    """Adds the gradient of the sums of the compact state behind the tokens to the inputs.
+
+    Raises:
+        InvalidContent: the gradient has not the dtype or the shape of the sums.
+    """
+    spec, pointer = variant.tensors[state.SUMS], pointer_to("inputs", GRAD_SUMS)
+    dtype = dtype_of(grad, GRAD_SUMS, spec.dtypes, "float64", pointer)
+    if grad.shape != (expected := inputs.output_shape(spec)):
+        raise InvalidContent(
+            f"{GRAD_SUMS} has the wrong shape: got {list(grad.shape)}, expected {list(expected)} "
+            f"as {state.SUMS} has",
+            pointer=pointer,
+        )
+    shape = tuple(inputs.axes.sizes[letter] for letter in spec.letters)
+    return inputs._replace(
+        specs={**inputs.specs, GRAD_SUMS: replace(spec, name=GRAD_SUMS, is_optional=False)},
+        dtypes={**inputs.dtypes, GRAD_SUMS: dtype},
+        sent_shapes={**inputs.sent_shapes, GRAD_SUMS: grad.shape},
+        shapes={**inputs.shapes, GRAD_SUMS: shape},
+    )
 
 
 def _with_grad(inputs: Inputs, output: Output, dtype: str, grad_shape: tuple[int, ...]) -> Inputs:

@@ -11,10 +11,11 @@ import pydantic
 from qkv.attention.layers.layer import SLOPES, Layer
 from qkv.attention.layers.layer_checks import check_numbers
 from qkv.attention.layers.layer_weights import ROLES
-from qkv.attention.signature import Input, Output
+from qkv.attention.signature import STATE, Input, Output
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, pointer_to
-from qkv.jobs.axis_sizes import AxisSizes, bind_axes, omitted_axes
+from qkv.jobs import state
+from qkv.jobs.axis_sizes import HEADS, AxisSizes, bind_axes, omitted_axes
 from qkv.jobs.fields import JobFields
 from qkv.jobs.layer_inputs import arrays_of, layer_of, parse_layer_options
 from qkv.tensors import FLOATING, RawTensor, nbytes
@@ -75,14 +76,17 @@ class Inputs(NamedTuple):
         if loaded is not None and "dtype" not in fields.model_fields_set:
             cast_dtype = loaded.dtype
         specs = _select_specs(variant, message, layer)
-        dtypes = {
-            name: dtype_of(message.tensors[name], name, spec.dtypes, cast_dtype, _pointer(name))
-            for name, spec in specs.items()
-        }
+        dtypes: dict[str, str] = {}
+        for name, spec in specs.items():
+            cast = state.cast_dtype(name, dtypes, cast_dtype)
+            raw = message.tensors[name]
+            dtypes[name] = dtype_of(raw, name, spec.dtypes, cast, _pointer(name))
         sent_shapes = {name: message.tensors[name].shape for name in specs}
         dtype = _common_dtype(variant, dtypes, layer)
         shapes, axes = _bind_shapes(variant, sent_shapes, layer)
-        axes.sizes.update(variant.infer_sizes(axes.sizes, parameters))
+        names = {*specs} if layer is None else layer.variant_inputs.union(specs)
+        state.check_names(variant, parameters, names)
+        axes.sizes.update(variant.infer_sizes(axes.sizes, parameters, names))
         _check_output_projection(variant, layer, axes)
         hollow = None if layer is None else layer.without_numbers()
         return cls(specs, dtypes, sent_shapes, shapes, axes, hollow, dtype, cast_dtype)
@@ -95,7 +99,11 @@ class Inputs(NamedTuple):
         """
         return {
             name: cast_untyped(
-                message.tensors[name], name, spec.dtypes, self.cast_dtype, _pointer(name)
+                message.tensors[name],
+                name,
+                spec.dtypes,
+                state.cast_dtype(name, self.dtypes, self.cast_dtype),
+                _pointer(name),
             )
             for name, spec in self.specs.items()
         }
@@ -144,9 +152,9 @@ class Inputs(NamedTuple):
             total += sum(t.nbytes for t in self.layer.tensors.values())
         return total
 
-    def output_shape(self, output: Output) -> tuple[int, ...]:
+    def output_shape(self, output: Output | Input) -> tuple[int, ...]:
         """Returns the shape of an output in the response, where a layer's heads are merged."""
-        if output.name == "output" and self.layer is not None:
+        if isinstance(output, Output) and output.name == "output" and self.layer is not None:
             shape = self.block_shape(output)
             return shape[1:] if "B" in self.axes.omitted else shape
         return self.axes.output_shape(output)
@@ -171,7 +179,7 @@ def _select_specs(variant: Variant, message: Message, layer: Layer | None) -> di
     Raises:
         InvalidContent: the variant does not take a tensor, or a required tensor is missing.
     """
-    expected: dict[str, Input] = dict(variant.inputs)
+    expected: dict[str, Input] = dict(variant.tensors)
     roles = [r for r in ROLES if r in expected]
     if layer is not None and not roles:
         raise InvalidContent(
@@ -222,14 +230,14 @@ def _select_specs(variant: Variant, message: Message, layer: Layer | None) -> di
 
 
 def _common_dtype(variant: Variant, inputs: Mapping[str, str], layer: Layer | None) -> str:
-    """Returns the dtype that all floating tensors share.
-
-    Masks are excepted, and numbers per head: slopes in bfloat16 would be too coarse.
-    """
+    """Returns the dtype that all floating tensors share, except those with their own dtype."""
+    specs = variant.tensors
     dtypes = {
         name: dtype
         for name, dtype in inputs.items()
-        if dtype in FLOATING and not (name in variant.inputs and _has_own_dtype(variant, name))
+        if dtype in FLOATING
+        and not name.startswith(STATE)
+        and not (name in specs and (specs[name].has_own_dtype or specs[name].may_be_wider))
     }
     if layer is not None:
         dtypes.update((name, array.dtype.name) for name, array in layer.tensors.items())
@@ -242,12 +250,22 @@ def _common_dtype(variant: Variant, inputs: Mapping[str, str], layer: Layer | No
                 f"{name} has the wrong dtype: got {other}, expected {dtype} as {first} has",
                 pointer=pointer_to("inputs", name) if name in inputs else "/layer/tensors",
             )
+    wider = [d for d in ("float32", "float64") if nbytes(d, ()) > nbytes(dtype, ())]
+    for name, other in inputs.items():
+        if name in specs and specs[name].may_be_wider and other not in (dtype, *wider):
+            raise InvalidContent(
+                f"{name} has the wrong dtype: got {other}, expected "
+                f"{' or '.join([dtype, *wider])} beside {first} in {dtype}",
+                pointer=pointer_to("inputs", name),
+            )
+        if (like := state.input_of_tail(name)) is not None:
+            expected = inputs.get(like, dtype)
+            if other != expected:
+                raise InvalidContent(
+                    f"{name} has the wrong dtype: got {other}, expected {expected} as {like} has",
+                    pointer=pointer_to("inputs", name),
+                )
     return dtype
-
-
-def _has_own_dtype(variant: Variant, name: str) -> bool:
-    spec = variant.inputs[name]
-    return spec.broadcasts or spec.letters == ("H",)
 
 
 def _bind_shapes(
@@ -276,12 +294,12 @@ def _bind_shapes(
     projected = layer.projected_shapes(
         {r: embedding_shapes[s] for r, s in sources.items()}, sources
     )
-    heads = omitted if layer.has_heads else omitted | {"H", "G"}
+    heads = omitted if layer.has_heads else omitted | HEADS
     shapes = {n: s for n, s in sent_shapes.items() if n not in embeddings}
     for role, shape in projected.items():
         letters = zip(variant.inputs[role].letters, shape, strict=True)
         shapes[role] = tuple(size for letter, size in letters if letter not in heads)
-    axes = bind_axes(variant, {n: shapes[n] for n in variant.inputs if n in shapes}, heads)
+    axes = bind_axes(variant, {n: shapes[n] for n in variant.tensors if n in shapes}, heads)
     rest = {n: s for n, s in axes.shapes.items() if n not in roles}
     return rest | embedding_shapes, axes
 

@@ -50,8 +50,7 @@ class Job:
         Raises:
             InvalidContent: a number is wrong.
         """
-        if "key_lengths" in tensors:
-            plan.inputs.check_key_lengths(tensors)
+        plan.check_numbers(tensors)
         return cls(plan, tensors, layer)
 
     @classmethod

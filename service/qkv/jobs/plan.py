@@ -12,9 +12,10 @@ import pydantic
 
 from qkv.attention import catalogue
 from qkv.attention.layers.layer_weights import ROLES
+from qkv.attention.signature import STATE, VERSION
 from qkv.attention.variant import Variant
 from qkv.errors import PayloadTooLarge
-from qkv.jobs import plan_codec, weight_forms
+from qkv.jobs import plan_codec, state, weight_forms
 from qkv.jobs.buffer_layout import BufferLayout
 from qkv.jobs.fields import parse_fields
 from qkv.jobs.inputs import Inputs
@@ -22,7 +23,7 @@ from qkv.jobs.layer_inputs import find_loaded
 from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
 from qkv.jobs.run_fields import RunFields, parse_parameters, select_outputs, unused_parameters
 from qkv.jobs.weight_forms import FULL, WeightForm
-from qkv.tensors import nbytes
+from qkv.tensors import RawTensor, nbytes
 from qkv.wire.message import Message
 
 __all__ = ["SMALL_BYTES", "BatchKey", "Limits", "Plan"]
@@ -108,8 +109,9 @@ class Plan:
         loaded = find_loaded(fields, message, limits.layers)
         parameters = parse_parameters(variant, fields, loaded)
         form = weight_forms.parse(fields.weights)
-        outputs = select_outputs(variant, fields, form)
+        outputs = select_outputs(variant, parameters, fields, form)
         inputs = Inputs.from_message(variant, parameters, fields, message, loaded)
+        state.check_tokens(variant, inputs.axes.sizes, sorted(outputs))
         if form.is_summary:
             weight_forms.check(form, variant.name, variant.outputs["weights"], inputs.axes.sizes)
         plan = cls(variant, parameters, inputs, outputs, form if "weights" in outputs else FULL)
@@ -225,13 +227,43 @@ class Plan:
 
     def dtype_of(self, output: str) -> str:
         """Returns the dtype of an output in the response."""
+        if output.startswith(STATE):
+            return self._dtype_of_state(output)
         if self.variant.outputs[output].is_exact:
             return "float64" if self.inputs.dtype == "float64" else "float32"
         return self.inputs.dtype
 
+    def _dtype_of_state(self, name: str) -> str:
+        """Returns the dtype of a tensor of the state: sums are wide, the tail is as it was sent."""
+        if (like := state.input_of_tail(name)) is not None:
+            return self.inputs.dtypes.get(like, self.inputs.dtype)
+        return "float64" if name == state.SUMS else "int64"
+
     def output_shape(self, output: str) -> tuple[int, ...]:
         """Returns the shape of an output in the response."""
-        return self.inputs.output_shape(self.variant.outputs[output])
+        specs = self.variant.tensors if output.startswith(STATE) else self.variant.outputs
+        return self.inputs.output_shape(specs[output])
+
+    @cached_property
+    def has_state(self) -> bool:
+        """True if the request brings a state or asks for one."""
+        return any(n.startswith(STATE) for n in (*self.inputs.specs, *self.outputs))
+
+    @cached_property
+    def state_version(self) -> list[int]:
+        """The numbers of `state.version`."""
+        return state.version_of(self.variant, self.parameters, self.inputs.dtype)
+
+    def check_numbers(self, tensors: Mapping[str, RawTensor]) -> None:
+        """Checks lengths, and what a state belongs to.
+
+        Raises:
+            InvalidContent: a number is out of range, or the state is that of other requests.
+        """
+        if "key_lengths" in tensors:
+            self.inputs.check_key_lengths(tensors)
+        if VERSION in tensors:
+            state.check_numbers(self.variant, self.parameters, self.inputs.dtype, tensors)
 
     @cached_property
     def is_small(self) -> bool:
@@ -258,7 +290,7 @@ class Plan:
 
         A layer's embeddings are not among them: it projects them to the roles.
         """
-        inputs, names = self.variant.inputs, set(self.inputs.specs)
+        inputs, names = self.variant.tensors, set(self.inputs.specs) - {VERSION}
         if (layer := self.inputs.layer) is not None:
             names |= layer.variant_inputs.union(self.roles)
         return [(name, spec.argument) for name, spec in inputs.items() if name in names]
@@ -267,7 +299,8 @@ class Plan:
     def attend_outputs(self) -> Sequence[str]:
         """The outputs that `attend` computes, in the order of the response."""
         others = {"weights"} if self.form.is_summary else set()
-        return [name for name in self.variant.outputs if name in self.outputs - others]
+        names = [name for name in self.variant.outputs if name in self.outputs - others]
+        return [*names, "state"] if any(n.startswith(STATE) for n in self.outputs) else names
 
     @cached_property
     def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -286,7 +319,7 @@ class Plan:
     @property
     def output_names(self) -> Sequence[str]:
         """The names that outputs may have, in the order of a response."""
-        return list(self.variant.outputs)
+        return [*self.variant.outputs, *self.variant.state_names(self.parameters)]
 
     @property
     def uses_sdpa(self) -> bool:
@@ -296,20 +329,19 @@ class Plan:
             inputs.axes.sizes, self.parameters, self.outputs, inputs.specs
         )
 
-    @cached_property
-    def annotations(self) -> dict[str, Any]:
-        """Fields of the response: `weights_are` with weights, `layer` with a layer, `notes`."""
-        if "weights" not in self.outputs:
-            return self._layer_annotation
-        return {"weights_are": self.weights_are, **self._layer_annotation}
+    def annotations(self, notes: Sequence[str] = ()) -> dict[str, Any]:
+        """Returns fields of the response: `weights_are` with weights, `layer` with a layer, `notes`.
 
-    @property
-    def _layer_annotation(self) -> dict[str, Any]:
+        `notes` are those on the numbers of a run.
+        """
+        notes = [*self.notes, *notes]
+        return self._annotations | ({"notes": notes} if notes else {})
+
+    @cached_property
+    def _annotations(self) -> dict[str, Any]:
+        weights = {"weights_are": self.weights_are} if "weights" in self.outputs else {}
         layer = self.inputs.layer
-        if layer is None:
-            return {}
-        notes = {"notes": self.notes} if self.notes else {}
-        return {"layer": layer.description, **notes}
+        return weights if layer is None else {**weights, "layer": layer.description}
 
     @cached_property
     def notes(self) -> list[str]:

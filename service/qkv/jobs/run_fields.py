@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import pydantic
 
 from qkv.attention.layers.layer import Layer
+from qkv.attention.signature import VERSION
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.jobs.fields import JobFields
@@ -23,7 +24,7 @@ class RunFields(JobFields):
         list[str] | None,
         pydantic.Field(
             description="The names of the outputs to return. By default output, and weights if the "
-            "variant has them."
+            "variant has them. state stands for all tensors of the state."
         ),
     ] = None
     weights: Annotated[
@@ -77,8 +78,10 @@ def _checkpoint_parameters(variant: Variant, layer: Layer) -> dict[str, Any]:
     return {name: value for name, value in layer.loaded.parameters.items() if name in known}
 
 
-def select_outputs(variant: Variant, fields: RunFields, form: WeightForm) -> frozenset[str]:
-    """Returns the names of the outputs that a request asks for.
+def select_outputs(
+    variant: Variant, parameters: pydantic.BaseModel, fields: RunFields, form: WeightForm
+) -> frozenset[str]:
+    """Returns the names of the outputs that a request asks for, `state` as those of its tensors.
 
     Raises:
         InvalidContent: an output is unknown or named twice, or does not fit the form.
@@ -89,10 +92,12 @@ def select_outputs(variant: Variant, fields: RunFields, form: WeightForm) -> fro
     if named is None:
         named = [n for n in ("output", "weights") if n in variant.outputs]
         return frozenset(named) - ({"weights"} if form == NONE else set())
+    state = variant.state_names(parameters)
+    known = [*variant.outputs, *(["state", *state] if state else [])]
     for i, name in enumerate(named):
-        if name not in variant.outputs:
+        if name not in known:
             raise InvalidContent(
-                f"{variant.name} has no output {name!r}: expected {', '.join(variant.outputs)}",
+                f"{variant.name} has no output {name!r}: expected {', '.join(known)}",
                 pointer=pointer_to("outputs", i),
             )
         if name in named[:i]:
@@ -106,4 +111,11 @@ def select_outputs(variant: Variant, fields: RunFields, form: WeightForm) -> fro
             f"weights is {format_value(form.as_json)}, but outputs does not name weights",
             pointer="/weights",
         )
-    return frozenset(named)
+    found = frozenset(named) - {"state"} | ({*state} if "state" in named else set())
+    if found & {*state} and (missing := [n for n in state if n not in found and n != VERSION]):
+        raise InvalidContent(
+            f"outputs lacks {missing[0]}, without which the state cannot be continued: expected "
+            f"state, or all of {', '.join(state)}",
+            pointer="/outputs",
+        )
+    return found

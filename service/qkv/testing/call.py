@@ -51,13 +51,19 @@ class Call:
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
-        """The size of each axis by its letter, from the inputs that do not broadcast."""
-        return {
+        """The size of each axis by its letter, from the inputs that do not broadcast.
+
+        Raises:
+            InvalidContent: the sizes, the parameters and the inputs do not fit.
+        """
+        sizes = {
             letter: size
             for name, x in self.inputs.items()
             if not (spec := self.variant.inputs[name]).broadcasts
             for letter, size in zip(spec.letters, x.shape, strict=True)
         }
+        parameters = self.variant.parse(self.parameters)
+        return {**sizes, **self.variant.infer_sizes(sizes, parameters, self.inputs)}
 
     @cached_property
     def parsed(self) -> dict[str, Any]:

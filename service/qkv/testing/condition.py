@@ -110,7 +110,7 @@ def _number_count(call: Call) -> int:
     sizes = call.axis_sizes
     specs = (call.variant.inputs[n] for n in call.inputs if call.inputs[n].is_floating_point())
     return sum(
-        math.prod(sizes.get(x, 1) for x in spec.letters if x not in "BHGL") for spec in specs
+        math.prod(sizes.get(x, 1) for x in spec.letters if x not in "BHGJVL") for spec in specs
     )
 
 

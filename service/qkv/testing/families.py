@@ -139,8 +139,10 @@ def choose_sizes(
         known["E"] = known["D"]
     if {"L", "S"} <= set(family.needs) and known["L"] == known["S"]:
         raise NotDrawn("the sizes make L and S equal")
+    known |= {"J": known["H"], "V": known.get("G", known["H"])}
     rank = getattr(variant.parse(parameters), "rank", None)
     known |= {"R": rank or max(1, known["S"] // 4), "N": known["S"]}
+    letters |= {*variant.outputs["output"].letters}
     return {x: known[x] for x in letters if x in known}
 
 

@@ -40,8 +40,9 @@ class Model:
 
     @property
     def inputs(self) -> Sequence[Input]:
-        """The inputs; those of a layer have x (B, L, M) in place of query, key and value."""
-        inputs, layer = self.variant.inputs, self.layer
+        """The inputs, tensors of a state included; those of a layer have x (B, L, M) in place of
+        query, key and value."""
+        inputs, layer = self.variant.tensors, self.layer
         if layer is None:
             return list(inputs.values())
         width = str(len(layer.weights["query.weight"]))

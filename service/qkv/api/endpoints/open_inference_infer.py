@@ -244,6 +244,11 @@ def _parse_fields(
     }
     requested = fields.outputs or [_RequestedOutput(name=default_output(variant))]
     outputs = [output.name for output in requested]
+    if "state" in outputs and variant.state is not None:
+        raise InvalidContent(
+            "outputs names state: expected each of its tensors, such as "
+            f"{', '.join(variant.state.inputs)}"
+        )
     binary = {o.name for o in requested if _is_binary(o, protocol_parameters.binary_data_output)}
     run_fields: dict[str, Any] = {"parameters": variant_parameters, "outputs": outputs}
     if model.layer is not None:
@@ -325,7 +330,8 @@ def _new_response(
 ) -> Response:
     outputs = {name: result.outputs[name] for name in fields.outputs}
     entries, data = open_inference.encode_tensors(outputs, fields.binary)
-    notes = {"notes": "; ".join(plan.notes)} if plan.notes else {}
+    texts = [*plan.notes, *result.notes]
+    notes = {"notes": "; ".join(texts)} if texts else {}
     text = json.dump(
         InferResponse(
             model_name=model,

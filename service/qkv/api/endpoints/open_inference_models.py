@@ -32,6 +32,7 @@ from qkv.attention import catalogue
 from qkv.attention.signature import Input, Output, fixed_size
 from qkv.engine.job_executor import JobExecutor
 from qkv.errors import QkvError, ServiceUnavailable
+from qkv.jobs.state import SUMS
 from qkv.telemetry.model_stats import ModelStats
 from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
@@ -245,11 +246,11 @@ def _metadata(model: Model) -> ModelMetadata:
         outputs=tuple(
             OutputMetadata(
                 spec.name,
-                "FP32",
+                datatype,
                 _sizes(spec),
                 OutputParameters(list(spec.letters), spec.name != default_output(model.variant)),
             )
-            for spec in model.outputs
+            for spec, datatype in _outputs(model)
         ),
     )
 
@@ -268,7 +269,9 @@ def _config(model: Model, engine: JobExecutor, instances: int) -> ModelConfig:
             InputConfig(i.name, f"TYPE_{_datatype(i.dtypes)}", _sizes(i), i.is_optional)
             for i in model.inputs
         ),
-        output=tuple(OutputConfig(o.name, "TYPE_FP32", _sizes(o)) for o in model.outputs),
+        output=tuple(
+            OutputConfig(o.name, f"TYPE_{datatype}", _sizes(o)) for o, datatype in _outputs(model)
+        ),
         instance_group=(
             ModelInstances(
                 model.name,
@@ -292,6 +295,15 @@ def _statistics(models: ModelStats, *names: str) -> StatisticsResponse:
             for name in names
         )
     )
+
+
+def _outputs(model: Model) -> list[tuple[Input | Output, str]]:
+    """Returns the outputs and the tensors of the state, with the datatype to report of each."""
+    state = {} if model.variant.state is None else model.variant.state.inputs
+    outputs: list[tuple[Input | Output, str]] = [(o, "FP32") for o in model.outputs]
+    return outputs + [
+        (s, "FP64" if s.name == SUMS else _datatype(s.dtypes)) for s in state.values()
+    ]
 
 
 def _sizes(spec: Input | Output) -> list[int]:

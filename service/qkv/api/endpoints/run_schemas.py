@@ -17,6 +17,7 @@ from qkv.api.openapi.operation import (
 )
 from qkv.api.openapi.schemas import (
     ENCODING,
+    NOTES,
     TIMING,
     Schema,
     closed,
@@ -40,6 +41,7 @@ from qkv.jobs import weight_forms
 from qkv.jobs.fields import JobFields
 from qkv.jobs.gradient_plan import GRAD_OUTPUT
 from qkv.jobs.run_fields import RunFields
+from qkv.jobs.state import GRAD_SUMS, SUMS, TAIL
 from qkv.tensors import FLOATING
 
 __all__ = [
@@ -121,7 +123,8 @@ _KINDS: Final = enumeration("WeightsKind", WEIGHT_KINDS)
 def describe_run(variant: Variant) -> dict[str, Any]:
     """Returns the description of the operation that runs a variant."""
     fields = model_fields(RunFields)
-    names = enumeration(f"{pascal(variant.name)}OutputName", variant.outputs)
+    known = [*variant.outputs, *(["state", *variant.state.inputs] if variant.state else [])]
+    names = enumeration(f"{pascal(variant.name)}OutputName", known)
     fields["outputs"] = nullable(list_of(names, minItems=1, uniqueItems=True)) | {
         "description": fields["outputs"]["description"]
     }
@@ -139,6 +142,7 @@ def describe_gradients(variant: Variant) -> dict[str, Any]:
     name = f"{pascal(variant.name)}Gradients"
     request = _request(variant, name, model_fields(JobFields), {GRAD_OUTPUT: grad})
     inputs = [i.name for i in variant.inputs.values() if set(i.dtypes) & set(FLOATING)]
+    inputs += [SUMS] if variant.state else []
     tensors = {n: tensor_of(FLOATING, f"Shape and dtype of {n}") for n in inputs}
     gradients = closed(tensors, ())
     if _roles(variant):
@@ -177,9 +181,10 @@ def input_schemas(variant: Variant) -> dict[str, Schema]:
     return {
         i.name: tensor_of(
             i.dtypes,
-            f"({', '.join(i.letters)}){', broadcastable' * i.broadcasts}; {' or '.join(i.dtypes)}",
+            f"({', '.join(i.letters)}){', broadcastable' * i.broadcasts}"
+            f"{', last axis optional' * i.may_omit_last}; {' or '.join(i.dtypes)}",
         )
-        for i in variant.inputs.values()
+        for i in variant.tensors.values()
     }
 
 
@@ -195,6 +200,9 @@ def _request(
         more: required inputs beside those of the variant.
     """
     tensors = input_schemas(variant) | dict(more)
+    if variant.state is not None and more:  # gradients
+        tensors = {n: x for n, x in tensors.items() if not n.startswith(TAIL)}
+        tensors[GRAD_SUMS] = tensor_of(("float64", "float32"), f"Shape of {SUMS}")
     needed = [i.name for i in variant.inputs.values() if not i.is_optional] + list(more)
     fields = {**fields, "parameters": parameters(variant), "encoding": ENCODING}
     inputs = named(f"{name}Inputs", closed(tensors, needed))
@@ -236,8 +244,7 @@ def _response(variant: Variant, name: str, group: str, tensors: Schema) -> Schem
         optional["weights_are"] = _KINDS | {"description": about}
     if _roles(variant):
         optional["layer"] = _LAYER_READ
-        about = "Parameters of a loaded layer that the variant lacks. They are not applied."
-        optional["notes"] = list_of({"type": "string"}, description=about)
+        optional["notes"] = list_of({"type": "string"}, description=f"{NOTES}.")
     return named(f"{name}Response", closed(fields | optional, fields))
 
 
@@ -248,6 +255,11 @@ def _outputs(variant: Variant) -> Schema:
         o.name: tensor_of(exact if o.is_exact else FLOATING, f"({', '.join(o.letters)})")
         for o in variant.outputs.values()
     }
+    if variant.state is not None:
+        outputs |= {
+            i.name: tensor_of(i.dtypes, f"({', '.join(i.letters)})")
+            for i in variant.state.inputs.values()
+        }
     if (weights := variant.outputs.get("weights")) is None:
         return closed(outputs, ())
     shapes: dict[str, list[str]] = {"weights": [f"({', '.join(weights.letters)})"]}

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final, Self
 import torch
 from torch import Tensor
 
+from qkv.attention.signature import VERSION
 from qkv.attention.variant import Variant
 from qkv.jobs.plan import Plan
 
@@ -81,7 +82,9 @@ def float64_arguments(
         dtype: the dtype of the inputs in the request.
     """
     wide = {
-        spec.argument: tensors[name] for name, spec in variant.inputs.items() if name in tensors
+        spec.argument: tensors[name]
+        for name, spec in variant.tensors.items()
+        if name in tensors and name != VERSION
     }
     request_dtype = getattr(torch, dtype)
     narrow = {n: t.to(request_dtype) if t.is_floating_point() else t for n, t in wide.items()}
@@ -91,7 +94,7 @@ def float64_arguments(
         for n, v in complete.items()
         if n not in wide
     }
-    return random | wide
+    return variant.with_state(random | wide)
 
 
 def to_float64(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from qkv.wire.message import Message
 __all__ = ["Crossover", "SweepFields", "SweepRequest", "Times", "crossovers", "has_length"]
 
 _NOTHING: Final = memoryview(b"")  # a plan depends on no numbers
-_AXES: Final = frozenset("BHGLSDE")  # the axes that a sweep knows sizes for
+_AXES: Final = frozenset("BHGJVLSDE")  # the axes that a sweep knows sizes for
 
 _Length = Annotated[int, pydantic.Field(ge=1, le=1 << 20), INTEGER]
 
@@ -139,7 +139,7 @@ class SweepRequest:
 
     def _shapes(self, variant: Variant, length: int) -> dict[str, tuple[int, ...]]:
         fields = self._fields
-        sizes = dict.fromkeys("LS", length) | dict.fromkeys("HG", fields.heads)
+        sizes = dict.fromkeys("LS", length) | dict.fromkeys("HGJV", fields.heads)
         sizes |= {"B": fields.batch, "D": fields.width, "E": fields.width}
         return {
             spec.name: tuple(sizes[letter] for letter in spec.letters)

@@ -1,0 +1,400 @@
+"""Gated and delta rules: each head keeps a matrix that tokens decay, correct and write to.
+
+Formula: S_t = exp(g_t) S_(t-1) + k_t (w_t - exp(g_t) S_(t-1)^T e_t)^T, o_t = s S_t^T q_t; e = 0 and
+w = v, or e = beta k and w = beta v.
+Paper: Yang et al., Gated Delta Networks, arXiv:2412.06464; for decays per channel Kimi Linear,
+arXiv:2510.26692; for the rule linear Katharopoulos et al., arXiv:2006.16236.
+Cost: O(S D E + S C (D + E)) time for chunks of C tokens; O(S) memory unless weights are requested.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float32, Float64, Int64
+from pydantic import Field
+from torch import Tensor
+
+from qkv.attention.common.gated_inputs import GatedInputs, gradients, run
+from qkv.attention.common.gated_state import State, run_from, sums_of
+from qkv.attention.common.gradients import normalize_size, scale_back
+from qkv.attention.common.guards import are_wide, holds, is_finite
+from qkv.attention.common.recurrence import Chunks
+from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.common.score_parameters import Scale
+from qkv.errors import InvalidContent
+
+WEIGHTS: Final = "signed; rows do not sum to 1"
+_IS_CAUSAL: Final = "a token reads what the tokens up to it wrote, so the rule is always causal"
+REFUSES: Final[Mapping[str, str]] = {
+    "causal": _IS_CAUSAL,
+    "query_offset": "each query is at the position of its key",
+    "softcap": "there are no scores to cap",
+    "window": "a state has no single keys to drop; a decay forgets them",
+    "dropout": "the single weights that dropout needs are never computed",
+    "seed": "the single weights that dropout needs are never computed",
+    "normalize": "the rules have no normaliser; normalize_qk scales queries and keys",
+}
+
+STACKABLE_BELOW: Final = 1e9
+MAY_BE_WIDER: Final = ("log_decay", "beta")
+UNSTABLE: Final = (
+    "beta |k|^2 of a token is above 2, so the state may grow with each such token and few digits "
+    "may be right"
+)
+
+Rule = Literal["linear", "gated", "delta", "gated_delta"]
+Form = Literal["exact", "compact"]
+
+
+class Gated(NamedTuple):
+    """The outputs of a rule; None for an output that was not requested."""
+
+    output: Float[Tensor, "B H S E"] | None = None
+    weights: Float32[Tensor, "B H S S"] | Float64[Tensor, "B H S S"] | None = None
+    state_weights: Float32[Tensor, "B H S D"] | Float64[Tensor, "B H S D"] | None = None
+    state: State | None = None
+    notes: Mapping[str, Bool[Tensor, "B"]] = MappingProxyType({})
+    backend: str = "chunks"
+
+
+def infer_sizes(
+    sizes: Mapping[str, int], parameters: Any, inputs: Collection[str]
+) -> Mapping[str, int]:
+    """Returns the heads of the output and of the state, and the channels of a decay.
+
+    Raises:
+        InvalidContent: the numbers of heads do not fit, or the rule needs or does not use an input.
+    """
+    J, G, V, D = (sizes[letter] for letter in "JGVD")
+    T = max(G, V)
+    for name, count in (("query", J), ("key", G), ("value", V)):
+        if max(J, T) % count or T % min(G, V):
+            raise InvalidContent(
+                f"{name} has the wrong number of heads: got {count} beside {J} of query, {G} of "
+                f"key and {V} of value, expected a divisor of {max(J, T)}",
+                pointer=f"/inputs/{name}",
+            )
+    rule = parameters.rule
+    for name, rules in _USED_BY.items():
+        if name in inputs and rule not in rules:
+            raise InvalidContent(
+                f"{name} is not used: got the rule {rule}, expected {' or '.join(rules)}",
+                pointer=f"/inputs/{name}",
+            )
+        if name not in inputs and rule in rules:
+            raise InvalidContent(
+                f"gated needs {name} for the rule {rule}: missing from inputs", pointer="/inputs"
+            )
+    if (found := sizes.get("T", T)) != T:
+        name = next(n for n in ("log_decay", "beta", "state.sums") if n in inputs)
+        raise InvalidContent(
+            f"{name} has the wrong number of heads: got {found}, expected {T}, the larger one of "
+            "key and value",
+            pointer=f"/inputs/{name}",
+        )
+    if (Z := sizes.get("Z", 1)) not in (1, D):
+        raise InvalidContent(
+            f"log_decay has the wrong number of channels: got {Z}, expected D={D}, or no axis for "
+            "one decay per head",
+            pointer="/inputs/log_decay",
+        )
+    if (C := sizes.get("C", parameters.chunk - 1)) != parameters.chunk - 1:
+        raise InvalidContent(
+            f"state.tail_key has the wrong number of tokens: got {C}, expected chunk - 1 = "
+            f"{parameters.chunk - 1}",
+            pointer="/inputs/state.tail_key",
+        )
+    return {"H": max(J, T), "T": T, "Z": Z, "C": C}
+
+
+_USED_BY: Final[Mapping[str, tuple[str, str]]] = {
+    "log_decay": ("gated", "gated_delta"),
+    "beta": ("delta", "gated_delta"),
+}
+
+
+def state_fields(parameters: Any) -> Collection[str]:
+    """Returns the fields of a state that a rule and a form have."""
+    if parameters.state == "compact":
+        return ("sums",)
+    gates = (f"tail_{name}" for name, rules in _USED_BY.items() if parameters.rule in rules)
+    return ("sums", "tail_length", "tail_key", "tail_value", *gates)
+
+
+def flops(sizes: Mapping[str, int]) -> int:
+    """Returns the operations of the products of the delta rules, for chunks of 64 tokens."""
+    B, S, D, E, H, T = (sizes[letter] for letter in "BSDEHT")
+    return 2 * B * S * (H * (D * E + 64 * (D + E)) + T * (2 * D * E + 64 * (D + E)))
+
+
+def attend(
+    query_BJSD: Float[Tensor, "B J S D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    value_BVSE: Float[Tensor, "B V S E"],
+    log_decay_BTSZ: Float[Tensor, "B T S #Z"] | None = None,
+    beta_BTS: Float[Tensor, "B T S"] | None = None,
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
+    *,
+    rule: Annotated[
+        Rule,
+        Field(
+            description="linear: nothing decays or is erased. gated: with log_decay. delta: with "
+            "beta. gated_delta: with both."
+        ),
+    ] = "linear",
+    scale: Scale = None,
+    normalize_qk: Annotated[
+        bool,
+        Field(description="If true, queries and keys x become x / sqrt(sum x^2 + 1e-6)."),
+    ] = False,
+    chunk: Annotated[
+        int, Field(ge=2, le=256, description="The number of tokens that are processed at once.")
+    ] = 64,
+    state: Annotated[
+        Form,
+        Field(
+            description="The form of the state that is returned. exact: the output has the same "
+            "bits however the sequence is cut. compact: sums alone."
+        ),
+    ] = "exact",
+    outputs: frozenset[str],
+) -> Gated:
+    """Computes a rule.
+
+    Args:
+        query_BJSD, key_BGSD, value_BVSE: of J, G and V heads. The output has H heads, the largest
+            of the three; head h reads head h // (H / J) of the queries, and so on. The state has T
+            heads, the larger one of G and V.
+        log_decay_BTSZ: g, per head (Z = 1) or per channel of the keys (Z = D).
+        beta_BTS: a delta rule erases along e = beta k, and writes w = beta v. The others write v.
+        key_lengths_B: tokens at and after this position are padding: they leave the state as it
+            was, and their output is zero.
+        past: the state behind the tokens before these. Sums alone are compact.
+        rule, scale, normalize_qk, chunk, state: see their descriptions.
+        outputs: the names of the outputs to return: "output", "weights", "state_weights", "state".
+            Weights are those of these tokens, and state_weights those of the rows of the state
+            before them.
+    """
+    inputs = GatedInputs.of(
+        query_BJSD, key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS, key_lengths_B, rule, scale,
+        normalize_qk,
+    )  # fmt: skip
+    S, dtype = query_BJSD.shape[2], query_BJSD.dtype
+    exact = score_dtype(dtype)
+    output = matrix = state_weights = behind = None
+    if past is not None or "state" in outputs:
+        output, behind = run_from(inputs, past, chunk, state)
+    elif "output" in outputs:
+        output = _output(inputs, exact, chunk).to(dtype)
+    if "weights" in outputs:
+        matrix = _row_function(inputs, chunk)(slice(0, S)).to(exact)
+    if "state_weights" in outputs:
+        state_weights = _state_weights(inputs, chunk).to(exact)
+    notes = {UNSTABLE: inputs.is_unstable_B} if inputs.erases else {}
+    return Gated(output, matrix, state_weights, behind, notes)
+
+
+def weights(
+    query_BJSD: Float[Tensor, "B J S D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    value_BVSE: Float[Tensor, "B V S E"],
+    log_decay_BTSZ: Float[Tensor, "B T S #Z"] | None = None,
+    beta_BTS: Float[Tensor, "B T S"] | None = None,
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    rule: Rule = "linear",
+    scale: float | None = None,
+    normalize_qk: bool = False,
+    chunk: int = 64,
+) -> Callable[[slice], Tensor]:
+    """Returns a function that computes rows of A from a slice of S: (B, H, R, S), in memory O(R S).
+
+    The arguments are those of `attend`. The values only say how many heads there are.
+    """
+    inputs = GatedInputs.of(
+        query_BJSD, key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS, key_lengths_B, rule, scale,
+        normalize_qk,
+    )  # fmt: skip
+    exact, row_function = score_dtype(query_BJSD.dtype), _row_function(inputs, chunk)
+
+    def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+        return row_function(rows).to(exact)
+
+    return row_block
+
+
+def _output(inputs: GatedInputs, dtype: torch.dtype, chunk: int) -> Tensor:
+    """Returns the output, computed in float64 if float32 overflows."""
+    state_XDE = inputs.empty_state(torch.float64 if are_wide() else dtype)
+    output, _ = run(inputs, state_XDE, chunk)
+    if output.dtype == torch.float32 and not holds(is_finite(output)):
+        output, _ = run(inputs, state_XDE.double(), chunk)
+    return output
+
+
+def _state_weights(inputs: GatedInputs, chunk: int) -> Tensor:
+    """Returns how much each row reads of each row of the state before the first token.
+
+    It is the output for that state if its rows are the unit vectors and no token writes.
+    """
+    query, value = inputs.query_BJSD, inputs.value_BVSE
+    silent = inputs._replace(value_BVSE=query.new_zeros(*value.shape[:3], query.shape[3]))
+    state_XDD = silent.empty_state(torch.float64)
+    state_XDD.diagonal(dim1=1, dim2=2).fill_(1.0)
+    return run(silent, state_XDD, chunk)[0]
+
+
+def _row_function(inputs: GatedInputs, chunk: int) -> Callable[[slice], Tensor]:
+    """Returns a function that computes rows of A in float64, (B, H, R, S).
+
+    It goes through the chunks from the last row's to the first, and keeps those in memory O(S).
+    """
+    B, S, K = len(inputs.query_BJSD), inputs.query_BJSD.shape[2], inputs.K
+
+    @functools.cache
+    def chunk_at(start: int) -> tuple[Chunks, Tensor | None]:
+        part = inputs.rows(slice(start, min(S, start + chunk)))
+        tokens = part.tokens(torch.float64)
+        return Chunks.of(tokens, tokens.key_XND.shape[1]), part.beta_XN
+
+    def row_block(rows: slice) -> Tensor:
+        R, D = rows.stop - rows.start, inputs.query_BJSD.shape[3]
+        whole_XKRS = torch.zeros(
+            B * inputs.T, K, R, S, dtype=torch.float64, device=inputs.query_BJSD.device
+        )
+        later_XKRD = whole_XKRS.new_empty(B * inputs.T, K, 0, D)
+        for start in range((rows.stop - 1) // chunk * chunk, -1, -chunk):
+            chunks, beta_XN = chunk_at(start)
+            first = max(rows.start - start, 0)
+            own = slice(first, max(first, min(rows.stop - start, chunk)))
+            weights_XKRC, later_XKRD = chunks.row_weights(later_XKRD, own)
+            if beta_XN is not None:
+                weights_XKRC = weights_XKRC * beta_XN[:, None, None]
+            keys = slice(start, start + weights_XKRC.shape[-1])
+            whole_XKRS[:, :, R - weights_XKRC.shape[2] :, keys] = weights_XKRC
+        whole_BHRS: Tensor = whole_XKRS.unflatten(0, (B, -1)).flatten(1, 2)
+        return whole_BHRS
+
+    return row_block
+
+
+def reference(
+    query_BJSD: Tensor,
+    key_BGSD: Tensor,
+    value_BVSE: Tensor,
+    log_decay_BTSZ: Tensor | None = None,
+    beta_BTS: Tensor | None = None,
+    key_lengths_B: Tensor | None = None,
+    past: State | None = None,
+    *,
+    rule: str = "linear",
+    scale: float | None = None,
+    normalize_qk: bool = False,
+    chunk: int = 64,
+    state: str = "exact",
+) -> Gated:
+    """Computes the same in plain float64 numpy, token by token.
+
+    Beside each value the matrix holds a unit vector of the token, and one of its own first rows:
+    what a query reads of them are the weights.
+    """
+    (B, J, S, D), E = query_BJSD.shape, value_BVSE.shape[3]
+    H = max(J, key_BGSD.shape[1], value_BVSE.shape[1])
+    read, units = np.zeros((B, H, S, E + S + D)), np.eye(S)
+    new_tokens = key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS
+    for b, h in np.ndindex(B, H):
+        share = Fraction(h, H)
+        length, sums = S if key_lengths_B is None else int(key_lengths_B[b]), np.zeros((D, E))
+        if past is not None and past.sums is not None:
+            sums = _rows(past.sums, b, share, D)
+        if past is not None and past.tail_length is not None:
+            tail = past.tail_key, past.tail_value, past.tail_log_decay, past.tail_beta
+            for token in _tokens(tail, b, share, int(past.tail_length[b]), rule, normalize_qk):
+                sums = _step(sums, *token)
+        matrix = np.hstack([sums, np.zeros((D, S)), np.eye(D)])
+        query = _rows(query_BJSD, b, share, length, normalize_qk)
+        tokens = _tokens(new_tokens, b, share, length, rule, normalize_qk)
+        for i, (key, value, decay, beta) in enumerate(tokens):
+            new = np.concatenate([value, units[i], np.zeros(D)])
+            matrix = _step(matrix, key, new, decay, beta)
+            read[b, h, i] = (D**-0.5 if scale is None else scale) * query[i] @ matrix
+    output, matrices, rest = (torch.from_numpy(x) for x in np.split(read, [E, E + S], axis=-1))
+    return Gated(output, matrices, rest, backend="reference")
+
+
+def _rows(x: Tensor, b: int, share: Fraction, length: int, is_normal: bool = False) -> np.ndarray:
+    """Returns the rows of the head at this share of all heads; divided by their norm if asked."""
+    rows: np.ndarray = x[b, int(share * x.shape[1]), :length].double().numpy()
+    return rows / np.sqrt((rows**2).sum(-1, keepdims=True) + 1e-6) if is_normal else rows
+
+
+def _tokens(
+    tensors: tuple[Any, ...], b: int, share: Fraction, length: int, rule: str, normalize_qk: bool
+) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Yields key, value, decay and beta of each token of a head; beta None erases nothing."""
+    key, value, log_decay, beta = tensors
+    decays, betas = np.zeros((length, 1)), np.ones(length)
+    if log_decay is not None and rule in ("gated", "gated_delta"):
+        decays = _rows(log_decay, b, share, length)
+    if beta is not None:
+        betas = _rows(beta, b, share, length)
+    keys, values = _rows(key, b, share, length, normalize_qk), _rows(value, b, share, length)
+    for token in zip(keys, values, decays, betas, strict=True):
+        yield token if rule in ("delta", "gated_delta") else (*token[:3], None)
+
+
+def _step(matrix: Any, key: Any, new: Any, decay: Any, beta: Any) -> Any:
+    """Returns the matrix after a token: decays, erases along beta k, and writes."""
+    matrix = np.exp(decay * np.ones(len(key)))[:, None] * matrix
+    if beta is not None:
+        new = beta * (new - key @ matrix)
+    return matrix + np.outer(key, new)
+
+
+def backward(
+    grad_output_BHSE: Float[Tensor, "B H S E"],
+    query_BJSD: Float[Tensor, "B J S D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    value_BVSE: Float[Tensor, "B V S E"],
+    log_decay_BTSZ: Float[Tensor, "B T S #Z"] | None = None,
+    beta_BTS: Float[Tensor, "B T S"] | None = None,
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
+    *,
+    rule: Rule = "linear",
+    scale: float | None = None,
+    normalize_qk: bool = False,
+    chunk: int = 64,
+    state: Form = "exact",
+    grad_state: State | None = None,
+) -> dict[str, Tensor]:
+    """Returns the gradients of sum(grad_output * output), in float64.
+
+    With `grad_state`, sum(grad_state.sums * sums of the compact state behind the tokens) is added.
+    Some chunks at a time, from the last to the first, autograd computes those of their tokens and
+    of the state before them. The other arguments are those of `attend`.
+    """
+    inputs = GatedInputs.of(
+        query_BJSD, key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS, key_lengths_B, rule, scale,
+        normalize_qk,
+    )  # fmt: skip
+    grad, exponent = normalize_size(grad_output_BHSE.double())
+    grad_XDE = None if grad_state is None else scale_back(sums_of(inputs, grad_state), -exponent)
+    found, before_XDE = gradients(inputs, sums_of(inputs, past), grad, grad_XDE, chunk)
+    if past is not None:
+        found["state.sums"] = before_XDE.unflatten(0, (len(query_BJSD), -1))
+    given = {"log_decay": log_decay_BTSZ, "beta": beta_BTS}
+    unused = {
+        n: torch.zeros_like(x, dtype=torch.float64)
+        for n, x in given.items()
+        if x is not None and n not in found
+    }
+    return {name: scale_back(x, exponent) for name, x in found.items()} | unused
