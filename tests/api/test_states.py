@@ -178,9 +178,7 @@ def test_unstable_rule_has_a_note(server: Server) -> None:
         (note,) = client.attend("gated", **grows, **PARAMETERS).notes
         assert "beta |k|^2 of a token is above 2" in note
         arrays = {n: grows[n][:, :2] for n in ("query", "key", "value", "beta")}
-        compared = client.compare(
-            [{"variant": "gated", "parameters": {"rule": "delta"}}], **arrays
-        )
+        compared = client.compare([{"variant": "gated", "parameters": {"rule": "delta"}}], **arrays)
     assert f"gated: {note}." in compared.notes
     with triton_client(server.url) as triton:
         result = triton.infer("gated", infer_inputs(grows), parameters=PARAMETERS)

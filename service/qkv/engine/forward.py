@@ -141,7 +141,13 @@ def _defer_size_checks(plan: Plan, projected: Mapping[str, Tensor]) -> None:
     """Defers the check that all numbers are of a size for which the variant may be stacked."""
     for name, spec in plan.variant.inputs.items():
         x = projected.get(name)
-        if x is None or not x.numel() or not x.is_floating_point() or "B" not in spec.letters or spec.broadcasts:
+        if (
+            x is None
+            or not x.numel()
+            or not x.is_floating_point()
+            or "B" not in spec.letters
+            or spec.broadcasts
+        ):
             continue
         holds(largest_size(x) < plan.variant.stackable_below)
 

@@ -212,17 +212,18 @@ def test_tokens_may_be_none(form: str, same_tail: bool) -> None:
 
 
 def test_nothing_but_output_and_state_is_returned_of_no_tokens() -> None:
-    inputs, fields = tokens(1, 20, "linear"), {"parameters": {"chunk": 16}}
+    inputs = tokens(1, 20, "linear")
+    fields: dict[str, Any] = {"parameters": {"chunk": 16}}
     state, none = state_of(run(inputs, outputs=BOTH, **fields)), part(inputs, 0, 0)
-    for more in ({"outputs": ["weights"]}, {"outputs": ["output", "state_weights"]}, {}):
+    for outputs in (["weights"], ["output", "state_weights"], None):
         with pytest.raises(InvalidContent, match="query is empty: got S=0, expected 1 or more for"):
-            run({**none, **state}, **fields, **more)
-    with pytest.raises(InvalidContent, match="query is empty: got S=0, expected 1 or more$"):
+            run({**none, **state}, outputs=outputs, **fields)
+    with pytest.raises(InvalidContent, match=r"query is empty: got S=0, expected 1 or more$"):
         run(none, outputs=BOTH, **fields)
     gradients = {**none, "state.sums": state["state.sums"], "grad_output": none["value"]}
     with pytest.raises(InvalidContent, match="expected 1 or more for gradients"):
         run(gradients, "gradients", **fields)
-    with pytest.raises(InvalidContent, match="state.sums is empty: got D=0, expected 1 or more"):
+    with pytest.raises(InvalidContent, match=r"state\.sums is empty: got D=0, expected 1 or"):
         run({**inputs, "state.sums": np.ones((1, 2, 0, 3))}, outputs=BOTH, **fields)
 
 

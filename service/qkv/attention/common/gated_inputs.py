@@ -14,7 +14,7 @@ from qkv.attention.common.score_blocks import score_dtype
 
 __all__ = ["GatedInputs", "gradients", "run"]
 
-_ELEMENTS = 1 << 21  # of the pairs and rows of chunks that are processed together
+_ELEMENTS = 1 << 20  # of the pairs and rows of chunks that are processed together: 4 MiB of float32
 _EPSILON: Final = 1e-6  # of normalize_qk
 _STABLE: Final = 2.0 + 1e-5  # the norm of a normalised key is rounded
 _NAMES: Final = {
@@ -91,13 +91,14 @@ class GatedInputs(NamedTuple):
 
         Padding does not count.
         """
-        assert self.beta_BTS is not None
         dtype = score_dtype(self.key_BGSD.dtype)
         size_BGS = torch.linalg.vector_norm(self.key_BGSD, dim=-1, dtype=dtype).square()
         if self.normalize_qk:
             size_BGS = size_BGS.clamp(max=1.0)
-        size_BTS = size_BGS.repeat_interleave(self.T // size_BGS.shape[1], 1)
-        grows_BTS = self.beta_BTS.to(dtype) * size_BTS > _STABLE
+        size_BTS = _with_heads(size_BGS, self.T)
+        if self.beta_BTS is not None:
+            size_BTS = self.beta_BTS.to(dtype) * size_BTS
+        grows_BTS = size_BTS > _STABLE
         if self.padding_BS is not None:
             grows_BTS = grows_BTS & ~self.padding_BS[:, None]
         return grows_BTS.flatten(1).any(1)
@@ -136,8 +137,8 @@ class GatedInputs(NamedTuple):
         if self.normalize_qk:
             query, key = _normalized(query), _normalized(key)
         T, scale = self.T, key.shape[-1] ** -0.5 if self.scale is None else self.scale
-        query = query.repeat_interleave(T * self.K // query.shape[1], 1) * scale
-        key, write = (x.repeat_interleave(T // x.shape[1], 1).flatten(0, 1) for x in (key, value))
+        query = _with_heads(query, T * self.K) * scale
+        key, write = (_with_heads(x, T).flatten(0, 1) for x in (key, value))
         erase = key if self.erases else None
         if self.beta_BTS is not None:
             beta = self.visible(self.beta_BTS[..., None].to(dtype)).flatten(0, 1)
@@ -159,6 +160,12 @@ class GatedInputs(NamedTuple):
         return x_BHSX.masked_fill(self.padding_BS[:, None, :, None], 0.0)
 
 
+def _with_heads(x_BHSD: Tensor, heads: int) -> Tensor:
+    """Returns x with each head repeated, so that there are so many; x itself if it has them."""
+    repeats = heads // x_BHSD.shape[1]
+    return x_BHSD if repeats == 1 else x_BHSD.repeat_interleave(repeats, 1)
+
+
 def _normalized(x_BHSD: Tensor) -> Tensor:
     """Returns x / sqrt(sum x^2 + 1e-6), from x over its largest number: no square overflows."""
     size = x_BHSD.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)
@@ -171,11 +178,11 @@ def run(inputs: GatedInputs, state_XDE: Tensor, chunk: int) -> tuple[Tensor, Ten
 
     Both are computed in the dtype of the state, in memory for some chunks beside the output.
     """
-    outputs = []
+    B, _, S, E = inputs.value_BVSE.shape
+    output_BHSE = state_XDE.new_empty(B, inputs.T * inputs.K, S, E)
     for part in inputs.parts(chunk):
-        output, state_XDE = _run_part(inputs.rows(part), state_XDE, chunk)
-        outputs.append(output)
-    return torch.cat(outputs, 2), state_XDE
+        output_BHSE[:, :, part], state_XDE = _run_part(inputs.rows(part), state_XDE, chunk)
+    return output_BHSE, state_XDE
 
 
 def _run_part(inputs: GatedInputs, state_XDE: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
