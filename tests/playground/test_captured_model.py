@@ -26,6 +26,7 @@ from support.browser import (
     choose_example,
     read_weights,
     record_slices,
+    save,
     wait_until_drawn,
 )
 from support.processes import wait_until
@@ -105,10 +106,13 @@ def figures_of(server: Server, call: Call) -> dict[tuple[int, str], list[dict[st
 
 
 def open_calls(opened: WatchedPage, path: Path) -> Page:
-    """Uploads a file and waits for its section."""
+    """Uploads a file, and waits for its section and for all requests about its first head."""
     page = wait_until_drawn(opened)
     page.get_by_label("Upload").set_input_files(str(path))
     expect(page.locator("#captured")).to_be_visible()
+    expect(page.locator("#example-about")).to_contain_text(f"from {path.name}.")
+    page.wait_for_function("() => !document.querySelector('main[aria-busy]')")
+    page.wait_for_load_state("networkidle")
     return page
 
 
@@ -120,10 +124,9 @@ def compare(page: Page, count: int) -> None:
 
 
 def read_csv(page: Page) -> list[dict[str, str]]:
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Download CSV").click()
-    assert download.value.suggested_filename == "calls-heads.csv"
-    with Path(download.value.path()).open(newline="") as file:
+    path = save(page, "the list of heads", "CSV")
+    assert path.name == "calls-heads-beside-softmax.csv"
+    with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -407,7 +410,9 @@ def test_only_the_header_and_the_tensors_of_a_call_are_read(
     open_calls_of.set_input_files(str(path))
     expect(page.locator("#captured")).to_be_visible()
     header = struct.unpack("<Q", path.read_bytes()[:8])[0]
-    assert page.evaluate(read) == 9 + 9 + header
+    expect(page.locator("#example-about")).to_contain_text("head 0")
+    head = 2 * 3 * 9 * D * 4  # of two sequences a head of the query, the key and the value
+    assert page.evaluate(read) == 9 + 9 + header + head
     compare(page, 3)
     names = ("query", "key", "value")
     assert page.evaluate(read) == sum(c["tensors"][n].nbytes for c in calls for n in names)

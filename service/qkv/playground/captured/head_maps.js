@@ -60,13 +60,16 @@ export function createHeadMaps({ onHead, announce }) {
     const title = h("h3", {}, variant);
     const mean = h("span", { class: "hint" });
     const element = h("figure", { class: "map", "aria-label": `Map of ${variant}` });
-    grid.append(h("div", {}, h("div", { class: "head-title" }, title, mean), element));
+    const heading = h("div", { class: "head-title" }, title, mean);
+    grid.append(h("div", {}, heading, element));
     const map = new Heatmap(element, {
+      name: `the map of ${variant}`,
       maxHeight: 520,
       isSmall: true,
       onPoint: (cell, byKey) => point(variant, cell, byKey),
       onSelect: (_, cell) => cell && onHead(figures.layers[cell.row], figures.heads[cell.col]),
     });
+    heading.append(map.saveMenu);
     maps.push({ variant, name, map, mean });
   };
 
@@ -140,6 +143,7 @@ function createMatrix({ layers, heads }, { term }, variant, numbers, scaleNumber
     cols: heads.length,
     numbers,
     scaleNumbers,
+    title: `${term} of ${variant}`,
     label:
       `${term} of ${variant}: ${layers.length} layers by ${heads.length} heads. ` +
       "Arrow keys move, Enter loads the head.",

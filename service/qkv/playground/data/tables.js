@@ -58,7 +58,8 @@ function splitLine(line, separator) {
   return cells;
 }
 
-function parseCell(cell) {
+/** Returns the number of a cell, or its word in JSON; null if it is neither. */
+export function parseCell(cell) {
   if (NUMBER.test(cell)) return Number(cell);
   const word = cell.toLowerCase();
   return Object.hasOwn(SPECIAL, word) ? SPECIAL[word] : null;
