@@ -24,6 +24,7 @@ from support.browser import (
     Open,
     WatchedPage,
     choose_example,
+    paste,
     read_weights,
     record_slices,
     save,
@@ -326,6 +327,26 @@ def test_head_has_the_layer_head_and_tokens_of_the_model(
     expect(labels).to_have_value("my own words")
     choose_example(opened, "words")
     expect(place).to_be_hidden()
+
+
+def test_first_head_is_shown_in_place_of_the_example(
+    open_page: Open, server: Server, calls: list[Call], tmp_path: Path
+) -> None:
+    path = write_calls(tmp_path / "calls.safetensors", calls)
+    opened = open_page(server.url)
+    page = open_calls(opened, path)
+    expect(page.get_by_label("Example")).to_have_value("")
+    expect(page.locator("#place")).to_have_text(f"{LAYER.format(0)}, head 0, sequence 0")
+    expect(page.locator("#status")).to_contain_text("9 queries, 9 keys")
+    page.get_by_role("button", name="Undo").click()
+    expect(page.get_by_label("Example")).to_have_value("words")
+    paste(page, "[[1, 0], [0, 1]]")  # what the user brought stays
+    expect(page.locator("#status")).to_contain_text("2 queries, 2 keys")
+    page.get_by_role("button", name="Close the captured model").click()
+    page.get_by_label("Upload").set_input_files(str(path))
+    expect(page.locator("#captured")).to_be_visible()
+    wait_until_drawn(opened)
+    expect(page.locator("#status")).to_contain_text("2 queries, 2 keys")
 
 
 def test_call_without_figures_has_the_reason(

@@ -113,7 +113,7 @@ def test_page_asks_before_it_replaces_a_tensor_of_the_user(open_page: Open, serv
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     upload, names = page.get_by_label("Upload"), page.locator("#tensors .name")
-    question = page.get_by_role("group", name=re.compile("which you brought"))
+    question = page.get_by_role("group", name=re.compile("you brought"))
     upload.set_input_files(UPLOADS["npy"])
     expect(names).to_have_text(["query", "key", "value"])  # in place of an example: no question
     other = [payload("a.npy", npy(QUERY[:3]))]

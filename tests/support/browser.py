@@ -268,7 +268,7 @@ def paste(page: Page, text: str) -> None:
 
 def answer(page: Page, button: str) -> None:
     """Answers the question whether new tensors replace those that the user brought."""
-    question = page.get_by_role("group", name=re.compile("which you brought"))
+    question = page.get_by_role("group", name=re.compile("you brought"))
     question.get_by_role("button", name=button).click()
     question.wait_for(state="hidden")
 

@@ -21,7 +21,13 @@ import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
 import { listenToSectionLinks } from "./link/section_links.js";
-import { createState, NEW_TENSORS, NO_REQUEST, otherExample, stateOfExample } from "./page_state.js";
+import {
+  createState,
+  NEW_TENSORS,
+  NO_REQUEST,
+  otherExample,
+  stateOfExample,
+} from "./page_state.js";
 import * as summary from "./run_summary.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";

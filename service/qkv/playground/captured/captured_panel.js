@@ -191,7 +191,8 @@ export function createCapturedPanel(state, { onHead, announce }) {
   const compareOne = async (compared, call, variants, signal) => {
     const problems = variants.map((variant) => [variant, problemOf(variant, call)]);
     const usable = problems.filter(([, problem]) => !problem).map(([variant]) => variant);
-    for (const [{ variant }, problem] of problems) if (problem) compared.fail(call, variant, problem);
+    for (const [{ variant }, problem] of problems)
+      if (problem) compared.fail(call, variant, problem);
     if (!usable.length) return;
     try {
       for (const part of await compareCall(call, usable, signal)) compared.add(call.layer, part);

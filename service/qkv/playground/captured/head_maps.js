@@ -110,19 +110,19 @@ export function createHeadMaps({ onHead, announce }) {
     readout.classList.toggle("idle", !cell);
     if (!cell) return readout.replaceChildren(HINT);
     const [layer, head] = [figures.layers[cell.row], figures.heads[cell.col]];
-    const values = maps.map(({ variant: own, map }) => {
+    const values = maps.map(({ variant: shown, map }) => {
       const value = map.matrix.numbers[cell.row * map.matrix.cols + cell.col];
-      const problem = figures.row(layer, head, own)?.problem;
+      const problem = figures.row(layer, head, shown)?.problem;
       const text = Number.isNaN(value) ? "undefined" : formatNumber(value, 3);
-      return { own, text: `${own} ${problem ? "left out" : text}` };
+      return { shown, text: `${shown} ${problem ? "left out" : text}` };
     });
-    const parts = values.flatMap(({ own, text }, i) => [
+    const parts = values.flatMap(({ shown, text }, i) => [
       i ? ", " : "",
-      own === variant ? h("strong", {}, text) : text,
+      shown === variant ? h("strong", {}, text) : text,
     ]);
     const place = `${layer || "model"}, head ${head}`;
     readout.replaceChildren(`${place}: `, ...parts);
-    if (byKey) announce(`${place}, ${values.find(({ own }) => own === variant).text}`);
+    if (byKey) announce(`${place}, ${values.find(({ shown }) => shown === variant).text}`);
   };
 
   return {

@@ -50,7 +50,10 @@ export function createReplaceQuestion() {
     resolve(value);
   };
   const ask = (names, replaced, tensors, canKeep) => {
-    text.textContent = `${joinNames(names)} would replace ${joinNames(replaced)}, which you brought.`;
+    const isSame = names.join() === replaced.join();
+    text.textContent = isSame
+      ? `The new ${joinNames(names)} would replace the ${names.length > 1 ? "ones" : "one"} that you brought.`
+      : `${joinNames(names)} would replace ${joinNames(replaced)}, which you brought.`;
     keepButton.hidden = !canKeep;
     element.hidden = false;
     return new Promise((resolve) => {

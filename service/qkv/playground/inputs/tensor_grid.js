@@ -85,7 +85,11 @@ function createTable({ name, tensor }, labels, edit) {
   const lines = rowNames.map((rowName, row) => {
     const cells = Array.from({ length: cols }, (_, col) => {
       const label = `${name}, ${rowName}, ${col}`;
-      return h("td", {}, createCell(label, numbers[row * cols + col], tensor, row * cols + col, edit));
+      return h(
+        "td",
+        {},
+        createCell(label, numbers[row * cols + col], tensor, row * cols + col, edit),
+      );
     });
     return h("tr", {}, heading(rowName, "row"), ...cells);
   });

@@ -58,7 +58,9 @@ export function addTensors(added, state, keepsAll = false) {
   return {
     tensors: [...rest, ...entries].map((entry) => ({ ...entry, isUploaded: true })),
     isAdded: rest.length > 0,
-    replaced: keepsAll ? [] : namesOfUser(earlier.filter((one) => isSame(one) || isIn(one, covered))),
+    replaced: keepsAll
+      ? []
+      : namesOfUser(earlier.filter((one) => isSame(one) || isIn(one, covered))),
   };
 }
 

@@ -75,9 +75,12 @@ export function createSaveMenu(what, describe) {
     menu.replaceChildren(...items, copy);
   };
   menu.addEventListener("beforetoggle", ({ newState }) => newState === "open" && fill());
+  const place = () => placeBeside(menu, button);
   menu.addEventListener("toggle", ({ newState }) => {
-    if (newState !== "open") return;
-    placeBeside(menu, button);
+    const options = { capture: true, passive: true };
+    if (newState !== "open") return document.removeEventListener("scroll", place, options);
+    document.addEventListener("scroll", place, options);
+    place();
     menu.firstElementChild.focus();
   });
   return h("span", { class: "save" }, button, menu);

@@ -37,8 +37,7 @@ export async function copyTable({ headings, rows }) {
   }
 }
 
-const round = (cell) =>
-  Number.isFinite(cell) ? Number(cell.toPrecision(COPIED_DIGITS)) : cell;
+const round = (cell) => (Number.isFinite(cell) ? Number(cell.toPrecision(COPIED_DIGITS)) : cell);
 
 /** Returns the text of a cell; infinity is a word that Python reads. */
 const toText = (cell) => String(cell ?? "").replace(/^(-?)Infinity$/, "$1inf");

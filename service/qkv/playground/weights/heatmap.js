@@ -5,7 +5,13 @@ import { createSaveMenu } from "../keep/save_menu.js";
 import { isDark, readColours } from "../theme.js";
 import { createShades } from "./colors.js";
 import { computeLayout } from "./heatmap_axes.js";
-import { drawHeatmap, drawScale, renderCells, renderScale, SCALE_HEIGHT } from "./heatmap_drawing.js";
+import {
+  drawHeatmap,
+  drawScale,
+  renderCells,
+  renderScale,
+  SCALE_HEIGHT,
+} from "./heatmap_drawing.js";
 import { listenToPointer } from "./heatmap_pointer.js";
 
 /** A heat map in a figure. */
