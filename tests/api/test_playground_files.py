@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
 from typing import Final
@@ -99,6 +100,12 @@ def test_files_refer_only_to_existing_files() -> None:
         urls = set(re.findall(r"https?://[^\s\"'`)]+", text))
         assert not urls - {"http://www.w3.org/2000/svg"}, name
         assert len(text.splitlines()) <= 300, name
+
+
+def test_page_is_small() -> None:
+    """It loads at once on a slow line: a proxy compresses its files."""
+    every = (gzip.compress((FOLDER / name).read_bytes()) for name in FILES)
+    assert sum(map(len, every)) < 250 * 2**10
 
 
 def test_page_has_no_inline_script_or_style() -> None:

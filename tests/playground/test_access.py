@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from support.accessibility import THEMES, WIDTHS, overflow, problems
-from support.browser import Open, choose_example, wait_until_drawn
+from support.browser import Open, choose_example, paste, wait_until_drawn
 from support.paths import ROOT
 from support.service import Server
 
@@ -37,7 +37,17 @@ def test_page_has_no_axe_violation_and_no_overflow(
     expect(page.get_by_role("region", name="Comparison").get_by_role("table")).to_be_visible()
     assert problems(page) == []
     unfold(page)
+    page.get_by_role("button", name="Edit words").click()
+    page.get_by_role("button", name="All columns").click()
+    page.get_by_role("button", name="Save the weights").click()
+    assert problems(page) == []
+    page.keyboard.press("Escape")
+    for _ in range(2):  # the second one would replace the first one
+        paste(page, "[[1, 0], [0, 1]]")
+    expect(page.get_by_role("group", name=re.compile("you brought"))).to_be_visible()
+    assert problems(page) == []
     page.get_by_role("button", name="Paste").click()
+    page.get_by_label("Tensors or request").fill("")
     page.get_by_role("button", name="Use these").click()
     expect(page.locator("#paste-error")).to_be_visible()
     assert problems(page) == []

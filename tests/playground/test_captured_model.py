@@ -24,8 +24,10 @@ from support.browser import (
     Open,
     WatchedPage,
     choose_example,
+    paste,
     read_weights,
     record_slices,
+    save,
     wait_until_drawn,
 )
 from support.processes import wait_until
@@ -105,10 +107,13 @@ def figures_of(server: Server, call: Call) -> dict[tuple[int, str], list[dict[st
 
 
 def open_calls(opened: WatchedPage, path: Path) -> Page:
-    """Uploads a file and waits for its section."""
+    """Uploads a file, and waits for its section and for all requests about its first head."""
     page = wait_until_drawn(opened)
     page.get_by_label("Upload").set_input_files(str(path))
     expect(page.locator("#captured")).to_be_visible()
+    expect(page.locator("#example-about")).to_contain_text(f"from {path.name}.")
+    page.wait_for_function("() => !document.querySelector('main[aria-busy]')")
+    page.wait_for_load_state("networkidle")
     return page
 
 
@@ -120,10 +125,9 @@ def compare(page: Page, count: int) -> None:
 
 
 def read_csv(page: Page) -> list[dict[str, str]]:
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Download CSV").click()
-    assert download.value.suggested_filename == "calls-heads.csv"
-    with Path(download.value.path()).open(newline="") as file:
+    path = save(page, "the list of heads", "CSV")
+    assert path.name == "calls-heads-beside-softmax.csv"
+    with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -325,6 +329,26 @@ def test_head_has_the_layer_head_and_tokens_of_the_model(
     expect(place).to_be_hidden()
 
 
+def test_first_head_is_shown_in_place_of_the_example(
+    open_page: Open, server: Server, calls: list[Call], tmp_path: Path
+) -> None:
+    path = write_calls(tmp_path / "calls.safetensors", calls)
+    opened = open_page(server.url)
+    page = open_calls(opened, path)
+    expect(page.get_by_label("Example")).to_have_value("")
+    expect(page.locator("#place")).to_have_text(f"{LAYER.format(0)}, head 0, sequence 0")
+    expect(page.locator("#status")).to_contain_text("9 queries, 9 keys")
+    page.get_by_role("button", name="Undo").click()
+    expect(page.get_by_label("Example")).to_have_value("words")
+    paste(page, "[[1, 0], [0, 1]]")  # what the user brought stays
+    expect(page.locator("#status")).to_contain_text("2 queries, 2 keys")
+    page.get_by_role("button", name="Close the captured model").click()
+    page.get_by_label("Upload").set_input_files(str(path))
+    expect(page.locator("#captured")).to_be_visible()
+    wait_until_drawn(opened)
+    expect(page.locator("#status")).to_contain_text("2 queries, 2 keys")
+
+
 def test_call_without_figures_has_the_reason(
     open_page: Open, server: Server, tmp_path: Path
 ) -> None:
@@ -407,7 +431,9 @@ def test_only_the_header_and_the_tensors_of_a_call_are_read(
     open_calls_of.set_input_files(str(path))
     expect(page.locator("#captured")).to_be_visible()
     header = struct.unpack("<Q", path.read_bytes()[:8])[0]
-    assert page.evaluate(read) == 9 + 9 + header
+    expect(page.locator("#example-about")).to_contain_text("head 0")
+    head = 2 * 3 * 9 * D * 4  # of two sequences a head of the query, the key and the value
+    assert page.evaluate(read) == 9 + 9 + header + head
     compare(page, 3)
     names = ("query", "key", "value")
     assert page.evaluate(read) == sum(c["tensors"][n].nbytes for c in calls for n in names)

@@ -14,7 +14,14 @@ import pytest
 import safetensors.numpy
 from playwright.sync_api import FilePayload, Page, expect
 
-from support.browser import Open, WatchedPage, choose_example, read_weights, wait_until_drawn
+from support.browser import (
+    Open,
+    WatchedPage,
+    answer,
+    choose_example,
+    read_weights,
+    wait_until_drawn,
+)
 from support.service import Server
 
 RNG: Final = np.random.default_rng(3)
@@ -102,15 +109,39 @@ def test_files_with_other_names_are_combined_by_role_or_first_letter(
     np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
 
 
-def test_tensor_without_a_missing_role_replaces_all(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    upload = page.get_by_label("Upload")
+def test_page_asks_before_it_replaces_a_tensor_of_the_user(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = wait_until_drawn(opened)
+    upload, names = page.get_by_label("Upload"), page.locator("#tensors .name")
+    question = page.get_by_role("group", name=re.compile("you brought"))
     upload.set_input_files(UPLOADS["npy"])
-    upload.set_input_files([payload("a.npy", npy(QUERY[:3]))])
+    expect(names).to_have_text(["query", "key", "value"])  # in place of an example: no question
+    other = [payload("a.npy", npy(QUERY[:3]))]
+    upload.set_input_files(other)
+    expect(question).to_be_focused()
+    expect(question).to_contain_text("a would replace query, key and value, which you brought.")
+    page.get_by_label("causal", exact=True).check()  # the page goes on meanwhile
+    wait_until_drawn(opened)
+    expect(page.locator("#status")).to_contain_text("5 queries")
+    answer(page, "Cancel")
+    expect(names).to_have_text(["query", "key", "value"])
+    upload.set_input_files(other)
+    answer(page, "Keep both")
+    expect(names).to_have_text(["query", "key", "value", "a"])
+    expect(page.get_by_label("Role of a")).to_have_value("unused")
+    page.get_by_role("button", name="Remove a", exact=True).click()
+    upload.set_input_files(other)
+    answer(page, "Replace")
     expect(page.locator("#status")).to_have_text(re.compile("3 queries, 3 keys"))
-    expect(page.locator("#tensors .name")).to_have_text(["a"])
-    upload.set_input_files(UPLOADS["safetensors"])  # several tensors replace all
-    expect(page.locator("#tensors .name")).to_have_text(["key", "query", "value"])
+    expect(names).to_have_text(["a"])
+    upload.set_input_files(UPLOADS["safetensors"])  # has all roles of a
+    answer(page, "Replace")
+    expect(names).to_have_text(["key", "query", "value"])
+    upload.set_input_files(other)
+    expect(question).to_be_visible()
+    page.get_by_label("Example").select_option("words")  # then the question is void
+    expect(question).to_be_hidden()
+    expect(names).to_have_text(["words"])
 
 
 def test_dropped_files_are_drawn(open_page: Open, server: Server) -> None:
@@ -144,6 +175,7 @@ def test_files_are_added_in_the_order_in_which_they_are_chosen(
         }""",
         '{"query": [[1, 0], [0, 1]], "key": [[1, 0], [0, 1]], "value": [[1, 2], [3, 4]]}',
     )
+    answer(page, "Replace")
     expect(page.locator("#status")).to_have_text(re.compile("4 queries, 4 keys"))
 
 
@@ -218,8 +250,8 @@ def test_tensor_can_change_its_role_and_be_removed(open_page: Open, server: Serv
 
 
 def uploaded(opened: WatchedPage, **arrays: np.ndarray) -> Page:
-    """Uploads tensors and returns the page when it has drawn them."""
-    page = wait_until_drawn(opened)
+    """Uploads tensors in place of an example; returns the page when it has drawn them."""
+    page = choose_example(opened, "words")
     page.evaluate("() => (document.getElementById('status').textContent = '')")
     data = safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})
     page.get_by_label("Upload").set_input_files([payload("all.safetensors", data)])

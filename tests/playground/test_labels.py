@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Final
 
 from hypothesis import given
 from hypothesis import strategies as st
 from playwright.sync_api import Page, expect
 
-from support.browser import Open, read_weights, wait_until_drawn
+from support.browser import Open, choose_example, read_weights, wait_until_drawn
 from support.examples import examples
 from support.service import Server
 
@@ -89,3 +90,26 @@ def test_labels_that_fit_the_keys_alone_name_the_keys(open_page: Open, server: S
     expect(page.locator("#labels-note")).to_be_hidden()
     page.get_by_label("Token labels").fill("a b c d")
     expect(page.locator("#labels-note")).to_contain_text("4 labels for 2 queries and 3 keys")
+
+
+def test_typed_labels_stay_for_another_head_or_variant(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = wait_until_drawn(opened)
+    field, variant = page.get_by_label("Token labels"), page.get_by_label("Variant", exact=True)
+    variant.select_option("linear_layer")  # brings an example of its own
+    expect(page.get_by_label("Example")).to_have_value("linear-layer")
+    expect(field).to_have_value("Your journey starts with one step")
+    choose_example(opened, "words")
+    field.fill("a b c d e f")
+    for name in ("taylor", "linear_layer"):
+        variant.select_option(name)
+        expect(page.locator("#status")).to_contain_text(f"{name}: 6 queries")
+        expect(field).to_have_value("a b c d e f")
+        wait_until_drawn(opened)
+        assert list(read_weights(page)) == list("abcdef")
+    choose_example(opened, "induction")
+    expect(field).to_have_value(re.compile("^the cat saw"))
+    field.fill(words := " ".join("abcdefghijklmnopqrs"))
+    page.get_by_role("button", name="head 2").click()
+    expect(field).to_have_value(words)
+    assert list(read_weights(page)) == words.split()

@@ -164,7 +164,7 @@ WRONG_LINKS: Final = [
     ({"parameters.scale": "{"}, "parameters.scale of this link is invalid: got “{”, expected JSON"),
     ({"tensors": "[1]"}, "Tensors of this link is invalid: got “[1]”, expected a list"),
     ({"tensors": '[{"name": "a", "tensor": [[1, "x"]]}]'}, '[0][1] is "x": expected a number'),
-    ({"layer": "3"}, "Layer of this link is invalid: got “3”, expected an object with tensors."),
+    ({"layer": "3"}, "Layer of this link is invalid: got “3”, expected an object with tensors, "),
 ]
 
 

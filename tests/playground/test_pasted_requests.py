@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from support.browser import Open, choose_example, paste, read_weights, wait_until_drawn
+from support.browser import Open, answer, choose_example, paste, read_weights, wait_until_drawn
 from support.service import Server
 
 TWO: Final = [[1.0, 0.0], [0.0, 1.0]]
@@ -95,8 +95,10 @@ def test_other_fields_of_a_request_are_applied_or_listed(open_page: Open, server
     page = wait_until_drawn(opened)
     unpin = page.get_by_role("button", name="Unpin this row")
     unpin.click()  # the example starts with a pinned row
-    for fields, note in NOTES:
+    for at, (fields, note) in enumerate(NOTES):
         paste(page, json.dumps({"inputs": INPUTS} | fields))
+        if at:
+            answer(page, "Replace")
         wait_until_drawn(opened)
         expect(page.locator("#example-about")).to_contain_text(note)
         expect(page.locator("#alert")).to_be_hidden()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playwright.sync_api import Page, expect
 
-from support.browser import Open, paste, read_weights, wait_until_drawn
+from support.browser import Open, answer, paste, read_weights, wait_until_drawn
 from support.examples import examples
 from support.service import Server
 
@@ -29,6 +29,9 @@ TABLES: Final = {
     '"a, ""b""",1.5,-2\nc,0.25,3e0': (TWO, ['a, "b"', "c"]),
     "cat,dog\n1.5,-2\n0.25,3": (TWO, ["cat", "dog"]),
     "x,y\n1,2\n3,4\n5,6": ([[1, 2], [3, 4], [5, 6]], []),
+    "\tx\ty\nNew York\t1,5\t-2\n[CLS]\t0,25\t3": (TWO, ["New York", "[CLS]"]),
+    ",0,1\ncat,1.5,-2\ndog,0.25,3\n": (TWO, ["cat", "dog"]),  # pandas, with names of rows
+    ",0,1\n0,1.5,-2\n1,0.25,3\n": (TWO, []),  # pandas
     "[SEP],1,nan\n[CLS],2,inf": ([[1, "NaN"], [2, "Infinity"]], ["[SEP]", "[CLS]"]),
 }
 
@@ -174,6 +177,47 @@ def test_two_tensors_without_known_names_are_query_and_key(open_page: Open, serv
     expect(page.locator("#status")).to_have_text(re.compile("2 queries, 3 keys"))
     expect(page.get_by_label("Role of A")).to_have_value("query")
     expect(page.get_by_label("Role of B")).to_have_value("key, value")
+
+
+def test_tensors_that_are_pasted_one_by_one_are_added(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = wait_until_drawn(opened)
+    names, rows = page.locator("#tensors .name"), "[[1, 0], [0, 1]]"
+    expected = [["query, key, value"], ["query", "key, value"], ["query", "key", "value"]]
+    for name, roles in zip("ABC", expected, strict=True):
+        paste(page, f"{name} = {rows}")
+        expect(names).to_have_text(list("ABC")[: len(roles)])
+        for known, role in zip("ABC", roles, strict=False):
+            expect(page.get_by_label(f"Role of {known}")).to_have_value(role)
+    wait_until_drawn(opened)
+    page.get_by_role("button", name="Remove B").click()
+    page.get_by_role("button", name="Remove C").click()
+    page.get_by_label("Role of A").select_option("query, key, value")
+    paste(page, rows)  # a role that the user chose stays
+    answer(page, "Keep both")
+    expect(names).to_have_text(["A", "tensor"])
+    expect(page.get_by_label("Role of A")).to_have_value("query, key, value")
+
+
+def test_second_table_without_a_name_replaces_the_first_or_is_added(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_page(server.url)
+    page = wait_until_drawn(opened)
+    names = page.locator("#tensors .name")
+    paste(page, "1\t0\n0\t1")
+    paste(page, "1\t0\n0\t1\n1\t1")
+    question = page.get_by_role("group", name=re.compile("you brought"))
+    expect(question).to_contain_text("The new tensor would replace the one that you brought.")
+    answer(page, "Keep both")
+    expect(names).to_have_text(["tensor", "tensor 2"])
+    expect(page.locator("#status")).to_contain_text("2 queries, 3 keys")
+    page.get_by_role("button", name="Undo").click()
+    expect(names).to_have_text(["tensor"])
+    paste(page, "1\t0\n0\t1\n1\t1")
+    answer(page, "Replace")
+    expect(page.locator("#status")).to_contain_text("3 queries, 3 keys")
+    expect(names).to_have_text(["tensor"])
 
 
 def test_window_has_an_example_of_its_value(open_page: Open, server: Server) -> None:

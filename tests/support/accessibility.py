@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-WIDTHS: Final = {390: 844, 1440: 900}
-"""Heights of a narrow and a wide window."""
+WIDTHS: Final = {390: 844, 1440: 900, 2560: 1440}
+"""Heights of windows, by their widths."""
 
 THEMES: Final[tuple[Literal["light", "dark"], ...]] = ("light", "dark")
 

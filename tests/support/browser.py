@@ -266,6 +266,22 @@ def paste(page: Page, text: str) -> None:
     page.get_by_role("dialog").wait_for(state="hidden")
 
 
+def answer(page: Page, button: str) -> None:
+    """Answers the question whether new tensors replace those that the user brought."""
+    question = page.get_by_role("group", name=re.compile("you brought"))
+    question.get_by_role("button", name=button).click()
+    question.wait_for(state="hidden")
+
+
+def save(page: Page, what: str, kind: str) -> Path:
+    """Saves a figure by its menu; returns the file, with the name that the page gives it."""
+    page.get_by_role("button", name=f"Save {what}", exact=True).click()
+    with page.expect_download() as download:
+        page.get_by_role("group", name=f"Save {what}").get_by_role("button", name=kind).click()
+    path = Path(download.value.path())
+    return path.rename(path.with_name(download.value.suggested_filename))
+
+
 def match_groups(pattern: str, text: str) -> tuple[str, ...]:
     """Returns the groups of a pattern in a text."""
     found = re.search(pattern, text)

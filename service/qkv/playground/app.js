@@ -15,12 +15,19 @@ import { EXAMPLES } from "./inputs/examples.js";
 import { formatLabels, labelsOfSequence, parseLabels } from "./inputs/labels.js";
 import { createControls, showCausalNote } from "./inputs/parameter_form.js";
 import { applyRequest } from "./inputs/pasted_request.js";
-import { createTensorList, inputFiles, keptLayer, missingInputs } from "./inputs/tensor_list.js";
+import { inputFiles, missingInputs } from "./inputs/request_inputs.js";
+import { createTensorList, keptLayer } from "./inputs/tensor_list.js";
 import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
 import { listenToSectionLinks } from "./link/section_links.js";
-import { createState, exampleFor, NEW_TENSORS, NO_REQUEST, stateOfExample } from "./page_state.js";
+import {
+  createState,
+  NEW_TENSORS,
+  NO_REQUEST,
+  otherExample,
+  stateOfExample,
+} from "./page_state.js";
 import * as summary from "./run_summary.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
@@ -75,9 +82,8 @@ const runSoon = () => {
   runDebounced();
   pageHistory.record();
 };
-const tensorList = createTensorList(
-  state,
-  (tensors, { isAdded, request, labels }) => {
+const tensorList = createTensorList(state, {
+  onAdd: (tensors, { isAdded, request, labels }) => {
     if (request) checkpoint.close();
     const kept = { tensors, layer: keptLayer(state), example: null };
     Object.assign(state, isAdded ? {} : NEW_TENSORS, NO_REQUEST, kept);
@@ -88,12 +94,18 @@ const tensorList = createTensorList(
     if (note) announce(note);
     applyState();
   },
-  () => {
+  onChange: () => {
     state.example = null;
     applyState();
   },
-  async (files) => checkpoint.take(await captured.take(files)),
-);
+  onEdit: () => {
+    const example = EXAMPLES.find(({ id }) => id === state.example);
+    state.example = null;
+    if (example) showOwn(`Your numbers, from the example “${example.title}”.`);
+    runSoon();
+  },
+  takeFiles: async (files) => checkpoint.take(await captured.take(files)),
+});
 const checkpoint = createCheckpointPanel(state, {
   onChange: expectRun,
   onLayer: (isNew) => {
@@ -116,14 +128,14 @@ const loadedLayers = createLoadedLayers((chosen) => {
   applyState();
 });
 const captured = createCapturedPanel(state, {
-  onHead: ({ tensors, note, ...head }) => {
+  onHead: ({ tensors, note, isFirst, ...head }) => {
     checkpoint.close();
     const added = Object.entries(tensors).map(([name, tensor]) => ({ name, role: name, tensor }));
     Object.assign(state, NEW_TENSORS, NO_REQUEST, { ...head, tensors: added, example: null });
     state.variant = state.variants.get("softmax");
     showOwn(note);
     applyState();
-    findById("weights").focus();
+    if (!isFirst) findById("weights").focus();
   },
   announce,
 });
@@ -170,10 +182,9 @@ const useExample = (example) => showState(stateOfExample(example, state.variants
 /** Selects a variant; replaces an example that lacks the variant's inputs by one that has them. */
 function chooseVariant(name) {
   state.variant = state.variants.get(name);
-  const isMissing = missingInputs(state).length > 0 && state.example;
-  if (isMissing) {
-    useExample(exampleFor(state.variant));
-    state.variant = state.variants.get(name);
+  if (missingInputs(state).length && state.example) {
+    const { fields, about } = otherExample(state);
+    return showState(fields, about);
   }
   applyState();
 }
@@ -248,6 +259,7 @@ function listen() {
   findById("variant").addEventListener("change", (event) => chooseVariant(event.target.value));
   findById("labels").addEventListener("input", (event) => {
     state.labels = parseLabels(event.target.value);
+    tensorList.show();
     redraw();
   });
   findById("undo").addEventListener("click", () => history.back());

@@ -1,4 +1,4 @@
-// Creates elements and formats numbers.
+// Creates and places elements, and formats numbers.
 
 /**
  * Creates an element. A function as attribute value becomes an event listener; true sets an empty
@@ -27,6 +27,21 @@ export const findById = (id) => document.getElementById(id);
 export function setText(element, text) {
   element.textContent = text ?? "";
   element.hidden = !text;
+}
+
+/** Places a popup below an element, or above it at the end of the window. */
+export function placeBeside(popup, element) {
+  const { left, top, bottom } = element.getBoundingClientRect();
+  const { width, height } = popup.getBoundingClientRect();
+  const y = bottom + height + 14 > innerHeight ? top - height - 6 : bottom + 6;
+  popup.style.left = `${Math.max(8, Math.min(left, document.documentElement.clientWidth - width - 8))}px`;
+  popup.style.top = `${Math.max(8, y)}px`;
+}
+
+/** Returns names as a list in a sentence: a, b and c. */
+export function joinNames(names) {
+  const before = names.slice(0, -1);
+  return before.length ? `${before.join(", ")} and ${names.at(-1)}` : names[0];
 }
 
 /** Formats a number with about this many significant digits. */

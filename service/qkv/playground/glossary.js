@@ -1,6 +1,6 @@
 // Explains the terms of the page in tooltips, on hover, on focus and for screen readers.
 
-import { findById, h } from "./dom.js";
+import { findById, h, placeBeside } from "./dom.js";
 
 const TERMS = {
   stochastic: "No weight is negative, and each row of weights sums to 1.",
@@ -82,7 +82,7 @@ export function listenToTerms() {
     tooltip.textContent = TERMS[element.dataset.term];
     tooltip.hidden = false;
     shown = element;
-    place(tooltip, element);
+    placeBeside(tooltip, element);
   };
   const hideSoon = (event) => {
     clearTimeout(timer);
@@ -93,15 +93,6 @@ export function listenToTerms() {
   for (const name of ["pointerover", "focusin", "click"]) document.addEventListener(name, show);
   for (const name of ["pointerout", "focusout"]) document.addEventListener(name, hideSoon);
   document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
-  const follow = () => shown && place(tooltip, shown);
+  const follow = () => shown && placeBeside(tooltip, shown);
   document.addEventListener("scroll", follow, { capture: true, passive: true });
-}
-
-/** Places the tooltip below an element, or above it at the end of the window. */
-function place(tooltip, element) {
-  const { left, top, bottom } = element.getBoundingClientRect();
-  const { width, height } = tooltip.getBoundingClientRect();
-  const y = bottom + height + 14 > innerHeight ? top - height - 6 : bottom + 6;
-  tooltip.style.left = `${Math.max(8, Math.min(left, document.documentElement.clientWidth - width - 8))}px`;
-  tooltip.style.top = `${Math.max(8, y)}px`;
 }

@@ -1,7 +1,7 @@
 // The state of the page: what its controls hold, and what an example sets.
 
 import { EXAMPLES, findExample } from "./inputs/examples.js";
-import { missingInputs } from "./inputs/tensor_list.js";
+import { missingInputs } from "./inputs/request_inputs.js";
 
 /** Fields of the tensors; `place` is that of a head of a captured model. */
 export const NEW_TENSORS = { labels: [], head: 0, selectedRow: null, place: null };
@@ -15,6 +15,7 @@ export const NEW_VIEW = {
   difference: null, // name of the variant of the difference map; null: the default one
   baseline: null, // name of the variant that others are compared with; null: the default one
   excluded: [], // names of the variants that are not compared
+  showsAllMetrics: false, // all columns of the table of metrics
 };
 
 /** Creates the state of a page without tensors. */
@@ -47,3 +48,18 @@ export function stateOfExample(example, variants) {
 /** Returns an example that has the inputs of a variant; the first one if none has. */
 export const exampleFor = (variant) =>
   findExample((tensors) => !missingInputs({ tensors, variant, layer: null }).length) ?? EXAMPLES[0];
+
+/**
+ * Returns an example for a variant that cannot run with the one of the page. Labels that the user
+ * typed stay.
+ *
+ * @param {Object} state of the page, with the variant and the example before
+ * @returns {{fields: Object, about: string}} fields of the state
+ */
+export function otherExample({ example: id, labels, variant, variants }) {
+  const example = exampleFor(variant);
+  const fields = { ...stateOfExample(example, variants), variant };
+  const { labels: before } = EXAMPLES.find((one) => one.id === id).create();
+  const isTyped = JSON.stringify(labels) !== JSON.stringify(before);
+  return { fields: isTyped ? { ...fields, labels } : fields, about: example.about };
+}

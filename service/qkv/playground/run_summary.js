@@ -1,21 +1,15 @@
 // Describes runs in sentences: what is missing for one, and what one has computed.
 
-import { findById, formatTime, setText } from "./dom.js";
+import { findById, formatTime, joinNames, setText } from "./dom.js";
 import { createTerm } from "./glossary.js";
 import { matchLabels } from "./inputs/labels.js";
-import { inputsFor } from "./inputs/tensor_list.js";
+import { inputsFor } from "./inputs/request_inputs.js";
 import { describeStack, headName } from "./weights/head_grid.js";
 import { outputIndex } from "./weights/heatmap_data.js";
 
 /** Returns the message for a variant whose inputs are not complete. */
 export function missingMessage(variant, names) {
   return `${variant} requires ${joinNames(names)}: upload ${names.length > 1 ? "them" : "it"} too`;
-}
-
-/** Returns names as a list in a sentence: a, b and c. */
-function joinNames(names) {
-  const before = names.slice(0, -1);
-  return before.length ? `${before.join(", ")} and ${names.at(-1)}` : names[0];
 }
 
 /** Describes the sizes and the time of a run. */

@@ -1,12 +1,21 @@
 // Switches the light and the dark theme. The system's choice applies until the user selects one.
 
 const STORAGE_KEY = "qkv-theme";
+const COLOURS = ["ink", "muted", "line", "card", "accent", "bar", "chart-ink", "chart-grid"];
 const system = matchMedia("(prefers-color-scheme: dark)");
 
 /** True if the page shows the dark theme. */
 export function isDark() {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : system.matches;
+}
+
+/** Returns the colours of the theme that drawings use, by name; of an element, if given. */
+export function readColours(element = document.documentElement) {
+  const style = getComputedStyle(element);
+  return Object.fromEntries(
+    COLOURS.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]),
+  );
 }
 
 /** Makes a button switch the theme; calls `onChange` after each change of the theme. */

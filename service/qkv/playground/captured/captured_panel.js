@@ -3,6 +3,7 @@
 import { findById, formatCount, h, setText } from "../dom.js";
 import { toSentence } from "../error_messages.js";
 import { labelsOfHead } from "../inputs/labels.js";
+import { createSaveMenu } from "../keep/save_menu.js";
 import {
   ANCHOR,
   compareCall,
@@ -11,7 +12,7 @@ import {
   problemOf,
 } from "./call_request.js";
 import { readCalls, readHeads } from "./captured_file.js";
-import { HeadFigures, toCsv } from "./head_figures.js";
+import { HeadFigures, listRows } from "./head_figures.js";
 import { createFigureField, createHeadMaps } from "./head_maps.js";
 import { createHeadList, createMapTables } from "./head_tables.js";
 
@@ -23,7 +24,7 @@ const OF_ONE_CALL = [413, 422]; // errors after which the other calls are still 
  * @param {Object} state of the page
  * @param {Object} callbacks
  * @param {(head: Object) => void} callbacks.onHead called with a head to load: {tensors, parameters,
- *   note, labels, place}; `place`: {file, layer, head, items, tokens, lengths}, where `tokens` has a list
+ *   note, labels, place, isFirst}; `isFirst`: the user did not choose it; `place`: {file, layer, head, items, tokens, lengths}, where `tokens` has a list
  *   for each sequence, and `lengths` are those of queries and keys
  * @param {(text: string) => void} callbacks.announce
  * @returns {{take, repaint}} `take`: takes a captured file among files, returns the others
@@ -57,7 +58,10 @@ export function createCapturedPanel(state, { onHead, announce }) {
     list.sortBy(figure.name);
     fillTables();
   });
-  const download = h("button", { type: "button", click: () => save() }, "Download CSV");
+  const saveMenu = createSaveMenu("the list of heads", () => ({
+    title: `${file.name.replace(/\.safetensors$/, "")}: heads beside ${ANCHOR}`,
+    table: listRows(figures.rows()),
+  }));
   const results = h(
     "div",
     { hidden: true },
@@ -65,7 +69,7 @@ export function createCapturedPanel(state, { onHead, announce }) {
     maps.area,
     notes,
     details,
-    h("div", { class: "row head-list" }, h("h3", {}, "Closest heads"), download),
+    h("div", { class: "row head-list" }, h("h3", {}, "Closest heads"), saveMenu),
     ...list.parts,
   );
   root.querySelector("header").append(h("button", { ...close, click: () => leave() }, "×"));
@@ -99,6 +103,7 @@ export function createCapturedPanel(state, { onHead, announce }) {
     for (const element of [root, findById("captured-link")]) element.hidden = false;
     root.scrollIntoView();
     announce(`Captured model, ${about.textContent}`);
+    if (state.example) load(calls[0].layer, calls[0].heads[0], true);
   };
   const leave = () => {
     stop();
@@ -150,7 +155,7 @@ export function createCapturedPanel(state, { onHead, announce }) {
     const controller = new AbortController();
     running = controller;
     const variants = chosen();
-    const own = new HeadFigures(
+    const compared = new HeadFigures(
       calls,
       ANCHOR,
       variants.map(({ variant }) => variant),
@@ -163,11 +168,11 @@ export function createCapturedPanel(state, { onHead, announce }) {
       for (const call of calls) {
         status.textContent = `Call ${done + 1} of ${calls.length}: ${call.layer}`;
         [progress.max, progress.value] = [calls.length, done];
-        await compareOne(own, call, variants, controller.signal);
+        await compareOne(compared, call, variants, controller.signal);
         if (running !== controller) return; // another file is open
         controller.signal.throwIfAborted();
         done += 1;
-        figures = own;
+        figures = compared;
         show(done === 1);
       }
       status.textContent = `Compared with ${ANCHOR} on ${describeCount(done, "call")}.`;
@@ -183,16 +188,17 @@ export function createCapturedPanel(state, { onHead, announce }) {
   };
 
   /** Compares the variants on a call that can see what it sees. */
-  const compareOne = async (own, call, variants, signal) => {
+  const compareOne = async (compared, call, variants, signal) => {
     const problems = variants.map((variant) => [variant, problemOf(variant, call)]);
     const usable = problems.filter(([, problem]) => !problem).map(([variant]) => variant);
-    for (const [{ variant }, problem] of problems) if (problem) own.fail(call, variant, problem);
+    for (const [{ variant }, problem] of problems)
+      if (problem) compared.fail(call, variant, problem);
     if (!usable.length) return;
     try {
-      for (const compared of await compareCall(call, usable, signal)) own.add(call.layer, compared);
+      for (const part of await compareCall(call, usable, signal)) compared.add(call.layer, part);
     } catch (problem) {
       if (!OF_ONE_CALL.includes(problem.status)) throw problem;
-      for (const { variant } of usable) own.fail(call, variant, problem.detail);
+      for (const { variant } of usable) compared.fail(call, variant, problem.detail);
     }
   };
 
@@ -208,35 +214,28 @@ export function createCapturedPanel(state, { onHead, announce }) {
     if (details.open && figures) tables.replaceChildren(...createMapTables(figures, maps.figure()));
   };
 
-  /** Loads a head of the first call of a layer that has it. */
-  const load = async (layer, head) => {
+  /** Loads a head of the first call of a layer that has it; `isFirst`: in place of an example. */
+  const load = async (layer, head, isFirst = false) => {
     loading += 1;
-    const own = loading;
+    const number = loading;
     const having = calls.filter((call) => call.layer === layer && call.heads.includes(head));
     if (!having.length) return;
     const [call] = having;
     const at = call.heads.indexOf(head);
     try {
       const tensors = await readHeads(call, at, at + 1);
-      if (own !== loading) return;
+      if (number !== loading) return;
       const which = having.length > 1 ? `, the first of ${having.length} calls` : "";
       const note = `${layer || "model"}, head ${head}${which}, from ${file.name}.`;
       const lengths = [tensors.query, tensors.key].map(({ shape }) => shape.at(-2));
       const tokens = call.tokens.map((list) => (lengths.includes(list.length) ? list : []));
       const place = { file, layer, head, items: call.items, tokens, lengths };
       const labels = labelsOfHead(place, state);
-      onHead({ tensors, parameters: { ...call.parameters }, note, labels, place });
-      announce(`Loaded ${note}`);
+      onHead({ tensors, parameters: { ...call.parameters }, note, labels, place, isFirst });
+      if (!isFirst) announce(`Loaded ${note}`);
     } catch (problem) {
       setText(error, toSentence(problem.message));
     }
-  };
-
-  const save = () => {
-    const url = URL.createObjectURL(new Blob([toCsv(figures.rows())], { type: "text/csv" }));
-    const name = `${file.name.replace(/\.safetensors$/, "")}-heads.csv`;
-    h("a", { href: url, download: name }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 10_000); // the download has begun by then
   };
   return { take, repaint: maps.repaint };
 }

@@ -17,8 +17,7 @@ const READERS = [
 // of the sequences that have them; a figure that is undefined in one sequence has no mean otherwise
 const SKIPPED = ["rank_correlation", "entropy", "baseline_entropy"];
 
-/** The names of the columns of a table of heads, as `Calls.compare` has them. */
-export const COLUMNS = [
+const COLUMNS = [
   "layer",
   "head",
   "variant",
@@ -119,14 +118,10 @@ function addTo(figures, name, value, queries) {
   }
 }
 
-/** Returns the rows as CSV, with a line of names, as `csv` of `Calls.compare` writes it. */
-export function toCsv(rows) {
-  const cell = (value) => {
-    if (typeof value === "number") return Number.isNaN(value) ? "" : String(value);
-    return /[",\r\n]/.test(value ?? "") ? `"${value.replaceAll('"', '""')}"` : (value ?? "");
-  };
-  const lines = rows.map((row) => COLUMNS.map((name) => cell(row[name])).join(","));
-  return [COLUMNS.join(","), ...lines, ""].join("\n");
+/** Returns the rows as a table to save, with the columns of `Calls.compare`. */
+export function listRows(rows) {
+  const cell = (value) => (Number.isNaN(value) ? null : value);
+  return { headings: COLUMNS, rows: rows.map((row) => COLUMNS.map((name) => cell(row[name]))) };
 }
 
 /** Returns the names of layers without the parts that all of them share, such as "0" and "11". */

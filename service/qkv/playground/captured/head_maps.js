@@ -60,13 +60,16 @@ export function createHeadMaps({ onHead, announce }) {
     const title = h("h3", {}, variant);
     const mean = h("span", { class: "hint" });
     const element = h("figure", { class: "map", "aria-label": `Map of ${variant}` });
-    grid.append(h("div", {}, h("div", { class: "head-title" }, title, mean), element));
+    const heading = h("div", { class: "head-title" }, title, mean);
+    grid.append(h("div", {}, heading, element));
     const map = new Heatmap(element, {
+      name: `the map of ${variant}`,
       maxHeight: 520,
       isSmall: true,
       onPoint: (cell, byKey) => point(variant, cell, byKey),
       onSelect: (_, cell) => cell && onHead(figures.layers[cell.row], figures.heads[cell.col]),
     });
+    heading.append(map.saveMenu);
     maps.push({ variant, name, map, mean });
   };
 
@@ -107,19 +110,19 @@ export function createHeadMaps({ onHead, announce }) {
     readout.classList.toggle("idle", !cell);
     if (!cell) return readout.replaceChildren(HINT);
     const [layer, head] = [figures.layers[cell.row], figures.heads[cell.col]];
-    const values = maps.map(({ variant: own, map }) => {
+    const values = maps.map(({ variant: shown, map }) => {
       const value = map.matrix.numbers[cell.row * map.matrix.cols + cell.col];
-      const problem = figures.row(layer, head, own)?.problem;
+      const problem = figures.row(layer, head, shown)?.problem;
       const text = Number.isNaN(value) ? "undefined" : formatNumber(value, 3);
-      return { own, text: `${own} ${problem ? "left out" : text}` };
+      return { shown, text: `${shown} ${problem ? "left out" : text}` };
     });
-    const parts = values.flatMap(({ own, text }, i) => [
+    const parts = values.flatMap(({ shown, text }, i) => [
       i ? ", " : "",
-      own === variant ? h("strong", {}, text) : text,
+      shown === variant ? h("strong", {}, text) : text,
     ]);
     const place = `${layer || "model"}, head ${head}`;
     readout.replaceChildren(`${place}: `, ...parts);
-    if (byKey) announce(`${place}, ${values.find(({ own }) => own === variant).text}`);
+    if (byKey) announce(`${place}, ${values.find(({ shown }) => shown === variant).text}`);
   };
 
   return {
@@ -140,6 +143,7 @@ function createMatrix({ layers, heads }, { term }, variant, numbers, scaleNumber
     cols: heads.length,
     numbers,
     scaleNumbers,
+    title: `${term} of ${variant}`,
     label:
       `${term} of ${variant}: ${layers.length} layers by ${heads.length} heads. ` +
       "Arrow keys move, Enter loads the head.",

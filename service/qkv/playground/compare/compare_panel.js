@@ -2,28 +2,15 @@
 
 import { post } from "../api.js";
 import { AUTO_RUN_BYTES, layerBytes } from "../data/request_body.js";
-import { formatCount, formatNumber, formatTime, h, setText } from "../dom.js";
-import { createTerm } from "../glossary.js";
+import { h, setText } from "../dom.js";
 import { buildChoice } from "../inputs/parameter_form.js";
-import { encodeInputs, inputsFor } from "../inputs/tensor_list.js";
+import { encodeInputs, inputsFor } from "../inputs/request_inputs.js";
+import { createSaveMenu } from "../keep/save_menu.js";
 import { comparableVariants, runnableVariants } from "../weights/weights_request.js";
+import { createMetricsTable, listMetrics } from "./metrics_table.js";
 
 const AUTO_RUN_SCORES = 65536; // larger comparisons wait for the button
 const DEFAULT_ROWS = 1024; // the service samples this many rows by default
-
-const COLUMNS = [
-  ["Output", "Relative error", ({ output }) => formatNumber(output?.relative_error, 3)],
-  ["Output", "Largest error", ({ output }) => formatNumber(output?.largest_error, 3)],
-  ["Output", "Cosine", ({ output }) => formatNumber(output?.cosine, 4)],
-  ["Weights", "Total variation", ({ weights }) => formatPair(weights?.total_variation)],
-  ["Weights", "Jensen–Shannon", ({ weights }) => formatPair(weights?.js_divergence)],
-  ["Weights", "KL", ({ weights }) => formatPair(weights?.kl_divergence)],
-  ["Weights", "Rank correlation", ({ weights }) => formatPair(weights?.rank_correlation)],
-  ["Weights", "Entropy", ({ weights }) => formatNumber(weights?.entropy?.mean, 3)],
-  ["Cost", "Time", ({ timing }) => formatTime(timing.median_ms)],
-  ["Cost", "Flops", ({ flops }) => formatCount(flops)],
-  ["Cost", "Peak memory", ({ peak_bytes: bytes }) => (bytes ? formatCount(bytes, "B") : "–")],
-];
 
 /**
  * Creates the panel.
@@ -32,7 +19,7 @@ const COLUMNS = [
  * @param {Object} state of the page
  * @param {Object} callbacks
  * @param {(body: Object) => void} callbacks.onRequest called with each request
- * @param {() => void} callbacks.onChoose called when the user chose other variants
+ * @param {() => void} callbacks.onChoose called when the user chose other variants or columns
  */
 export function createComparePanel(root, state, { onRequest, onChoose }) {
   const anchor = h("select", {
@@ -61,6 +48,20 @@ export function createComparePanel(root, state, { onRequest, onChoose }) {
     role: "region",
     "aria-label": "Comparison",
   });
+  const columnsButton = h("button", {
+    type: "button",
+    click: () => {
+      state.showsAllMetrics = !state.showsAllMetrics;
+      draw();
+      onChoose();
+    },
+  });
+  const saveMenu = createSaveMenu("the metrics", () => ({
+    title: `Variants compared with ${shown.anchor.variant}`,
+    table: listMetrics(shown, true),
+    shownTable: listMetrics(shown, state.showsAllMetrics),
+  }));
+  const below = h("div", { class: "row", hidden: true }, columnsButton, saveMenu);
   root.append(
     h("h3", {}, "Metrics"),
     h(
@@ -74,9 +75,18 @@ export function createComparePanel(root, state, { onRequest, onChoose }) {
     status,
     error,
     area,
+    below,
     notes,
   );
   let running = null;
+  let shown = null; // the last response
+
+  const draw = () => {
+    below.hidden = !shown;
+    columnsButton.textContent = state.showsAllMetrics ? "Fewer columns" : "All columns";
+    area.replaceChildren(shown ? createMetricsTable(shown, state.showsAllMetrics) : "");
+    notes.replaceChildren(...(shown?.notes ?? []).map((note) => h("li", {}, note)));
+  };
 
   const updateChoices = () => {
     const names = runnableVariants(state).map(({ variant }) => variant);
@@ -130,8 +140,8 @@ export function createComparePanel(root, state, { onRequest, onChoose }) {
       const { result } = await post("/v1/compare", body, signal);
       if (signal.aborted) return;
       setText(error, null);
-      area.replaceChildren(createTable(result));
-      notes.replaceChildren(...(result.notes ?? []).map((note) => h("li", {}, note)));
+      shown = result;
+      draw();
       status.textContent =
         "Each variant uses the parameters above that it has. The error of the baseline is its distance from float64. " +
         "Of two numbers, the first is the mean over rows, the second the worst row.";
@@ -151,8 +161,8 @@ export function createComparePanel(root, state, { onRequest, onChoose }) {
       const isLarge = layerBytes(state.layer) > AUTO_RUN_BYTES;
       if (canCompare && !isLarge && request.rows * request.cols <= AUTO_RUN_SCORES) return run();
       setText(error, null);
-      area.replaceChildren();
-      notes.replaceChildren();
+      shown = null;
+      draw();
       status.textContent = canCompare
         ? isLarge
           ? "Comparing sends the layer again. Press Compare to start."
@@ -170,52 +180,4 @@ function createCheckbox(name, isChecked, onChange) {
   });
   input.checked = isChecked;
   return h("div", { class: "check" }, input, h("label", { for: `compare-${name}` }, name));
-}
-
-function createTable({ anchor, variants }) {
-  const groups = [...new Set(COLUMNS.map(([group]) => group))];
-  const width = (group) => COLUMNS.filter(([one]) => one === group).length;
-  const line = (entry, isAnchor) =>
-    h(
-      "tr",
-      { class: isAnchor ? "anchor" : "" },
-      h(
-        "th",
-        { scope: "row" },
-        entry.variant,
-        isAnchor ? h("span", { class: "hint" }, " baseline") : "",
-      ),
-      ...COLUMNS.map(([, , format]) => h("td", {}, format(entry))),
-    );
-  return h(
-    "table",
-    { class: "numbers sides" },
-    h("caption", { class: "unseen" }, `Variants compared with ${anchor.variant}`),
-    h(
-      "thead",
-      {},
-      h(
-        "tr",
-        {},
-        h("td", {}),
-        ...groups.map((group) => h("th", { scope: "colgroup", colspan: width(group) }, group)),
-      ),
-      h(
-        "tr",
-        {},
-        h("th", { scope: "col" }, "Variant"),
-        ...COLUMNS.map(([, name]) => h("th", { scope: "col" }, createTerm(name))),
-      ),
-    ),
-    h("tbody", {}, line(anchor, true), ...variants.map((entry) => line(entry, false))),
-  );
-}
-
-/** Formats the mean over rows, with the worst row below it. */
-function formatPair(pair) {
-  if (!pair) return "–";
-  const fragment = document.createDocumentFragment();
-  const worst = h("span", { class: "hint" }, formatNumber(pair.worst, 3));
-  fragment.append(formatNumber(pair.mean, 3), worst);
-  return fragment;
 }

@@ -37,6 +37,9 @@ const MARKERS = [
 const LINE_HEIGHT = 15; // of a label, pixels
 const MIN_LABEL_DISTANCE = 40; // between labelled crossovers, pixels; every ring has a title
 
+/** Creates an empty chart. */
+export const createChart = () => document.createElementNS(NS, "svg");
+
 /**
  * Draws the measured cells; replaces an earlier drawing.
  *

@@ -3,8 +3,9 @@
 import { streamEvents } from "../api.js";
 import { h, setText } from "../dom.js";
 import { buildChoice } from "../inputs/parameter_form.js";
-import { drawSweep, fillSweepTable } from "./sweep_chart.js";
-import { describeFastest } from "./sweep_table.js";
+import { createSaveMenu } from "../keep/save_menu.js";
+import { createChart, drawSweep, fillSweepTable } from "./sweep_chart.js";
+import { describeFastest, listCells } from "./sweep_table.js";
 
 const LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384];
 const FIELDS = [
@@ -42,7 +43,7 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
   const progress = h("progress", { "aria-label": "Progress of the sweep", hidden: true });
   const status = h("p", { class: "hint", role: "status" });
   const error = h("p", { class: "error", role: "alert", hidden: true });
-  const chart = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const chart = createChart();
   const table = h("table", { class: "numbers" });
   const details = h(
     "details",
@@ -55,6 +56,16 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
     ),
   );
   chart.id = "chart";
+  const saveMenu = createSaveMenu("the times", () => ({
+    title: `Time per call by length, ${describeSizes(sweep)}`,
+    table: listCells(sweep),
+    svg: () => {
+      const drawn = createChart();
+      drawSweep(drawn, sweep);
+      return drawn;
+    },
+  }));
+  saveMenu.hidden = true;
   root.append(
     boxes,
     h(
@@ -67,7 +78,7 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
     progress,
     status,
     error,
-    h("figure", { class: "chart" }, chart),
+    h("figure", { class: "chart" }, chart, h("figcaption", {}, saveMenu)),
     details,
   );
   const selected = new Set(DEFAULT_VARIANTS);
@@ -79,7 +90,7 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
     if (!sweep) return;
     drawSweep(chart, sweep);
     fillSweepTable(table, sweep);
-    details.hidden = false;
+    for (const one of [details, saveMenu]) one.hidden = false;
   };
   new ResizeObserver(draw).observe(root);
 
@@ -87,7 +98,7 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
     const names = [...state.variants.keys()].filter((name) => selected.has(name));
     const body = buildBody(names, Number(longest.value), inputs, state);
     onRequest(body);
-    sweep = { cells: [], variants: names, crossovers: [], lengths: body.lengths };
+    sweep = { cells: [], variants: names, crossovers: [], lengths: body.lengths, body };
     running = new AbortController();
     button.textContent = "Stop";
     progress.hidden = false;
@@ -141,6 +152,9 @@ function buildBody(names, longest, inputs, state) {
   const variants = names.map((name) => buildChoice(state.variants.get(name), state.parameters));
   return { variants, lengths: LENGTHS.filter((length) => length <= longest), ...sizes };
 }
+
+const describeSizes = ({ body: { heads, width } }) =>
+  `${heads} ${heads === 1 ? "head" : "heads"} of width ${width}`;
 
 function createField(id, label, input) {
   return h("div", { class: "field" }, h("label", { for: id }, label), input);

@@ -39,6 +39,21 @@ export function fillSweepTable(table, { cells, variants }) {
   );
 }
 
+/** Lists the cells as a table to save: a row for each variant and length. */
+export function listCells({ cells, variants }) {
+  const headings = ["variant", "length", "median_ms", "least_ms", "most_ms", "problem"];
+  const sorted = cells.toSorted((a, b) => a.index - b.index || a.length - b.length);
+  const rows = sorted.map(({ index, length, median_ms: median, least_ms, most_ms, problem }) => [
+    variants[index],
+    length,
+    median ?? null,
+    least_ms ?? null,
+    most_ms ?? null,
+    problem ? (problem.detail ?? problem.title) : null,
+  ]);
+  return { headings, rows };
+}
+
 /** Formats milliseconds with three digits. */
 export function formatMilliseconds(ms) {
   return ms.toLocaleString("en", { maximumSignificantDigits: 3 });

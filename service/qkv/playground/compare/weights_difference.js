@@ -7,7 +7,7 @@ import { formatFixed, h, setText } from "../dom.js";
 import { describeRandomInputs } from "../run_summary.js";
 import { headName } from "../weights/head_grid.js";
 import { Heatmap } from "../weights/heatmap.js";
-import { headMatrix } from "../weights/heatmap_data.js";
+import { describeHead, headMatrix } from "../weights/heatmap_data.js";
 import {
   buildRequest,
   comparableVariants,
@@ -45,6 +45,7 @@ export function createDifferencePanel(root, state, callbacks) {
     h("div", { class: "weights" }, figure, h("div", { class: "beside" }, note, about)),
   );
   const map = new Heatmap(figure, {
+    name: "the difference",
     maxHeight: 480,
     onPoint: (cell, byKey) => callbacks.onPoint(map, cell, byKey),
   });
@@ -60,6 +61,7 @@ export function createDifferencePanel(root, state, callbacks) {
     const names = variants.map(({ variant }) => variant);
     map.show({
       ...matrix,
+      title: `Weights of ${names.join(" minus ")}${describeHead(state.head, view.weights)}`,
       label: `${names.join(" minus ")}: ${matrix.rows} by ${matrix.cols}. Arrow keys move.`,
     });
     setText(note, describeRandomInputs(state, variants));

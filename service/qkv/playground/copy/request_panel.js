@@ -2,6 +2,7 @@
 
 import { getKey } from "../api_key.js";
 import { formatCount, h, setText } from "../dom.js";
+import { saveFile } from "../keep/save_menu.js";
 import { bodyFileName, createBodyFile, curlCommand, pythonProgram } from "./code_snippets.js";
 
 const MAX_SHOWN_LENGTH = 4000; // characters; base64 can have millions
@@ -89,10 +90,4 @@ export function createRequestPanel(root, announce) {
     requests.set(purpose, request);
     if (purpose === requestSelect.value) update();
   };
-}
-
-function saveFile(file) {
-  const url = URL.createObjectURL(file);
-  h("a", { href: url, download: file.name }).click();
-  setTimeout(() => URL.revokeObjectURL(url));
 }

@@ -3,15 +3,13 @@
 // Such tensors keep the bytes of their file, so that no number changes:
 //   {dtype: "bfloat16", shape: [768, 768], data: Uint8Array, file: "model.safetensors"}
 
-import { CODES } from "./safetensors.js";
+import { formatSafetensors } from "./safetensors.js";
 
 export const JSON_TYPE = "application/json";
 export const SAFETENSORS_TYPE = "application/vnd.safetensors";
 
 /** Comparisons that send a larger layer wait for the user. */
 export const AUTO_RUN_BYTES = 32 * 2 ** 20;
-
-const ALIGNMENT = 64; // of the first tensor, as the service writes files
 
 /** True if the tensors of a layer are bytes of a file. */
 export function isFromFile(layer) {
@@ -39,24 +37,11 @@ export function encodeBody(body) {
   }
   const { inputs, layer, ...rest } = body;
   const { tensors: layerTensors = {}, ...fields } = layer ?? {};
-  const named = [
-    ...Object.entries(inputs),
-    ...Object.entries(layerTensors).map(([name, tensor]) => [`layer.${name}`, tensor]),
-  ];
+  const layers = Object.entries(layerTensors).map(([name, one]) => [`layer.${name}`, one]);
   const own = layer ? { ...rest, layer: fields } : rest;
   const qkv = JSON.stringify({ ...own, encoding: "base64" });
-  const header = { __metadata__: { qkv } };
-  let end = 0;
-  for (const [name, { dtype, shape, data }] of named) {
-    header[name] = { dtype: CODES[dtype], shape, data_offsets: [end, end + data.length] };
-    end += data.length;
-  }
-  const text = new TextEncoder().encode(JSON.stringify(header));
-  const padding = " ".repeat((ALIGNMENT - ((8 + text.length) % ALIGNMENT)) % ALIGNMENT);
-  const length = new DataView(new ArrayBuffer(8));
-  length.setBigUint64(0, BigInt(text.length + padding.length), true);
-  const parts = [length, text, padding, ...named.map(([, { data }]) => data)];
-  return { content: new Blob(parts, { type: SAFETENSORS_TYPE }), type: SAFETENSORS_TYPE };
+  const file = formatSafetensors({ ...inputs, ...Object.fromEntries(layers) }, { qkv });
+  return { content: file.slice(0, file.size, SAFETENSORS_TYPE), type: SAFETENSORS_TYPE };
 }
 
 /** Returns the bytes of a layer's tensors. */

@@ -1,4 +1,4 @@
-// Parses .safetensors: a header in JSON, then the bytes of any number of named tensors.
+// Parses and writes .safetensors: a header in JSON, then the bytes of any number of named tensors.
 
 import { formatCount } from "../dom.js";
 import { countElements, DTYPE_BYTES, toInt64 } from "./dtypes.js";
@@ -13,12 +13,12 @@ const DTYPES = {
 };
 const SMALLER = "save the attention layers that you need in a file of their own";
 const INTEGER_CODES = { I8: "i1", I16: "i2", I32: "i4", U8: "u1", U16: "u2", U32: "u4", U64: "u8" };
-/** The names of the service's dtypes in files. */
-export const CODES = Object.fromEntries(Object.entries(DTYPES).map(([code, name]) => [name, code]));
+const CODES = Object.fromEntries(Object.entries(DTYPES).map(([code, name]) => [name, code]));
 
 const FORMAT_HEADER_BYTES = 100_000_000;
 const MAX_HEADER_BYTES = 16 * 2 ** 20; // a header of 59 MB took a minute
 const MAX_TENSORS = 65536; // of a request to /v1/layers
+const ALIGNMENT = 64; // of the first tensor, as the service writes files
 
 /** True if the bytes begin as .safetensors does: the header's length, then `{`. */
 export function isSafetensors(bytes) {
@@ -149,4 +149,27 @@ function readTensor({ dtype, shape, data_offsets: offsets }, data) {
   const bytes = data.slice(...offsets);
   if (DTYPES[dtype]) return { dtype: DTYPES[dtype], shape, data: bytes };
   return { dtype: "int64", shape, data: toInt64(bytes, INTEGER_CODES[dtype]) };
+}
+
+/**
+ * Writes a .safetensors. The tensors with the longest numbers are first, so that all are aligned.
+ *
+ * @param {Object<string, {dtype: string, shape: number[], data: Uint8Array}>} tensors by name
+ * @param {Object<string, string>|null} metadata
+ * @returns {Blob}
+ */
+export function formatSafetensors(tensors, metadata = null) {
+  const header = metadata ? { __metadata__: metadata } : {};
+  const sizeOf = ([, { dtype }]) => DTYPE_BYTES[dtype];
+  const named = Object.entries(tensors).toSorted((a, b) => sizeOf(b) - sizeOf(a));
+  let end = 0;
+  for (const [name, { dtype, shape, data }] of named) {
+    header[name] = { dtype: CODES[dtype], shape, data_offsets: [end, end + data.length] };
+    end += data.length;
+  }
+  const text = new TextEncoder().encode(JSON.stringify(header));
+  const padding = " ".repeat((ALIGNMENT - ((8 + text.length) % ALIGNMENT)) % ALIGNMENT);
+  const length = new DataView(new ArrayBuffer(8));
+  length.setBigUint64(0, BigInt(text.length + padding.length), true);
+  return new Blob([length, text, padding, ...named.map(([, { data }]) => data)]);
 }

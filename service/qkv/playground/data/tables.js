@@ -10,7 +10,8 @@ export const isTable = (text) => /\d/.test(text) && /\S[\t;,\s]+\S/.test(text) &
 
 /**
  * Parses a table. A first column of words gives the labels of the rows. Without one, a first row of
- * words gives them if it has as many as there are rows; else its names are those of channels.
+ * words gives them if it has as many as there are rows; else its names are those of channels. An
+ * empty first cell makes the first row and column names.
  *
  * @param {string} text; tabs, semicolons, commas or spaces separate its cells. A comma is a decimal
  *   comma if tabs or semicolons separate
@@ -24,9 +25,11 @@ export function parseTable(text) {
   const hasDecimalCommas = separator === "\t" || separator === ";";
   const toNumber = (cell) => parseCell(hasDecimalCommas ? cell.replace(",", ".") : cell);
   const isWord = (cell) => cell !== "" && toNumber(cell) === null;
-  const hasHeader = cells.length > 1 && cells[0].slice(1).every(isWord) && cells[0].length > 1;
+  const hasLines = cells.length > 1 && cells[0].length > 1;
+  const hasCorner = hasLines && cells[0][0] === ""; // as pandas writes the names of both axes
+  const hasHeader = hasCorner || (hasLines && cells[0].slice(1).every(isWord));
   const body = hasHeader ? cells.slice(1) : cells;
-  const hasWords = body.every(([first, ...others]) => isWord(first) && others.length);
+  const hasWords = hasCorner || body.every(([first, ...others]) => isWord(first) && others.length);
   const rows = body.map((line, row) =>
     (hasWords ? line.slice(1) : line).map((cell, col) => {
       const number = toNumber(cell);
@@ -40,7 +43,8 @@ export function parseTable(text) {
     const counts = `${rows[wrong].length} numbers, but the first has ${rows[0].length}`;
     throw new Error(`line ${wrong + 1 + hasHeader} of the table has ${counts}`);
   }
-  if (hasWords) return { rows, labels: body.map(([word]) => word) };
+  const names = body.map(([name]) => name);
+  if (hasWords) return { rows, labels: names.some(isWord) ? names : [] };
   const isSquare = hasHeader && cells[0].length === rows.length;
   return { rows, labels: isSquare ? cells[0] : [] };
 }
@@ -58,7 +62,8 @@ function splitLine(line, separator) {
   return cells;
 }
 
-function parseCell(cell) {
+/** Returns the number of a cell, or its word in JSON; null if it is neither. */
+export function parseCell(cell) {
   if (NUMBER.test(cell)) return Number(cell);
   const word = cell.toLowerCase();
   return Object.hasOwn(SPECIAL, word) ? SPECIAL[word] : null;

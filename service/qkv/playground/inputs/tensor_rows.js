@@ -1,28 +1,31 @@
 // The rows of the list of tensors.
 
 import { h } from "../dom.js";
+import { createGrid, isEditable } from "./tensor_grid.js";
 
 /**
  * Creates the row of a tensor.
  *
  * @param {{name, role, tensor}} entry
- * @param {Object} list {tensors, variant, roles, isUsed}; `isUsed`: true if the variant takes a role
- * @param {() => void} onChange called when its role changed or it was removed
+ * @param {Object} list
+ *   tensors, variant, labels: of the page; roles: that a tensor can have
+ *   isUsed: (role) => true if the variant takes it; openGrids: names of tensors with an open grid
+ *   onChange: called when its role changed or it was removed; onEdit: when a number changed
  */
-export function createRow(entry, list, onChange) {
+export function createRow(entry, list) {
   const { name, role, tensor } = entry;
   const isUsed = role.split(", ").some(list.isUsed);
   const select = h("select", {
     "aria-label": `Role of ${name}`,
     change: (event) => {
       Object.assign(entry, { role: event.target.value, isChosen: true });
-      onChange();
+      list.onChange();
     },
   });
   select.append(...list.roles.map((one) => h("option", { selected: one === role }, one)));
   const remove = () => {
     list.tensors.splice(list.tensors.indexOf(entry), 1);
-    onChange();
+    list.onChange();
   };
   const shape = `${tensor.shape.join(" × ")} ${tensor.literal ? "" : tensor.dtype}`;
   const item = h(
@@ -35,7 +38,7 @@ export function createRow(entry, list, onChange) {
       { type: "button", class: "quiet", "aria-label": `Remove ${name}`, click: remove },
       "×",
     ),
-    select,
+    h("div", { class: "roles" }, select),
   );
   if (!isUsed) {
     item.append(h("span", { class: "hint" }, `${list.variant.variant} has no such input`));
@@ -44,6 +47,11 @@ export function createRow(entry, list, onChange) {
     const [heads, length] = tensor.shape.slice(-3);
     const words = `${heads} heads of ${length} positions: expected axes (heads, positions, channels). Check their order.`;
     item.append(h("span", { class: "hint swapped" }, words));
+  }
+  if (isEditable(tensor)) {
+    const { button, grid } = createGrid(entry, list);
+    select.after(button);
+    item.append(grid);
   }
   item.dataset.pointers = role
     .split(", ")

@@ -1,12 +1,12 @@
 // The button that copies a link to the state of the page.
 
-import { findById, setText } from "../dom.js";
+import { findById, joinNames, setText } from "../dom.js";
 
 const WHAT = { tensors: "the tensors", labels: "the labels", layer: "the layer" };
 
 /** Names the fields that a link leaves out. */
 export function describeLeftOut(leftOut) {
-  return leftOut.map((name) => WHAT[name] ?? name).join(" and ");
+  return joinNames(leftOut.map((name) => WHAT[name] ?? name));
 }
 
 /**

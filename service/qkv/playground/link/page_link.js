@@ -7,7 +7,7 @@ import { isFromFile, isLoaded } from "../data/request_body.js";
 import { fromWire, isObject, parseJson, toWire } from "../data/tensors.js";
 import { EXAMPLES } from "../inputs/examples.js";
 import { formatLabels, parseLabels } from "../inputs/labels.js";
-import { listRoles, UNUSED } from "../inputs/tensor_list.js";
+import { listRoles, UNUSED } from "../inputs/tensor_roles.js";
 
 /** Longer values stay out of the fragment: mail and chat break long links. */
 const MAX_LENGTH = 4000;
@@ -48,6 +48,7 @@ export function formatLink(state) {
   fields.set("row", selectedRow ?? "");
   if (state.head) fields.set("head", state.head);
   if (state.usesRoot) fields.set("shades", "root");
+  if (state.showsAllMetrics) fields.set("metrics", "all");
   if (state.excluded.length) fields.set("without", state.excluded.join());
   if (leftOut.length) fields.set("left_out", leftOut.join());
   return { fragment: fields.toString(), leftOut };
@@ -57,7 +58,11 @@ export function formatLink(state) {
 function formatTensors(tensors) {
   const byteCount = tensors.reduce((sum, { tensor }) => sum + tensor.data.length, 0);
   if (byteCount > 8 * MAX_LENGTH) return " ".repeat(MAX_LENGTH + 1);
-  return JSON.stringify(tensors.map((entry) => ({ ...entry, tensor: toWire(entry.tensor) })));
+  const entries = tensors.map(({ name, role, tensor, isChosen, isRandom }) => {
+    const flags = { isChosen: isChosen || undefined, isRandom: isRandom || undefined };
+    return { name, role, tensor: toWire(tensor), ...flags };
+  });
+  return JSON.stringify(entries); // without what is undefined
 }
 
 /**
@@ -89,6 +94,7 @@ export function parseLink(fragment, variants) {
   read("row", (text) => (text ? parseCount(text, "row") : null), "selectedRow");
   read("labels", parseLabels);
   read("shades", (text) => text === "root", "usesRoot");
+  read("metrics", (text) => text === "all", "showsAllMetrics");
   read("without", (text) => text.split(","), "excluded");
   const examples = new Map(EXAMPLES.map((example) => [example.id, example]));
   const example = given.get("example");

@@ -1,14 +1,40 @@
 // Maps numbers to colours: blue above 0, orange below. OKLCH gives even steps of perceived lightness.
 
 const SHADE_COUNT = 256;
+const NOT_FINITE = [160, 160, 160]; // RGB of NaN and of infinity
 
 /**
- * Creates the colours of a theme.
+ * Creates the shades of numbers.
  *
- * @param {boolean} isDark
- * @returns {{up: Uint8ClampedArray, down: Uint8ClampedArray}} RGB of 256 shares of the largest number
+ * @param {Iterable<number>} numbers the largest of them has the strongest shade
+ * @param {Object} options
+ * @param {boolean} options.isDark
+ * @param {boolean} options.usesRoot the shade is that of a share's square root: small numbers show
+ * @param {boolean} options.hasGaps a cell with NaN stays empty
+ * @returns {{largest, isSigned, pick, colourOf}} `pick`: the RGB of a share of the largest number, -1
+ *   to 1; `colourOf`: the RGB of a number, null for a cell that stays empty
  */
-export function createPalette(isDark) {
+export function createShades(numbers, { isDark, usesRoot = false, hasGaps = false }) {
+  const { up, down } = paletteOf(isDark);
+  const largest = largestSize(numbers);
+  const pick = (share) => {
+    const ramp = share < 0 ? down : up;
+    const at = 3 * Math.min(SHADE_COUNT - 1, Math.round(Math.abs(share) * (SHADE_COUNT - 1)));
+    return [ramp[at], ramp[at + 1], ramp[at + 2]];
+  };
+  const colourOf = (value) => {
+    if (value === 0 || (hasGaps && Number.isNaN(value))) return null;
+    if (!Number.isFinite(value)) return NOT_FINITE;
+    const share = value / largest;
+    return pick(usesRoot ? Math.sign(share) * Math.sqrt(Math.abs(share)) : share);
+  };
+  return { largest, isSigned: numbers.some((value) => value < 0), pick, colourOf };
+}
+
+const palettes = new Map();
+
+/** Returns the colours of a theme: for each sign, the RGB of 256 shares of the largest number. */
+function paletteOf(isDark) {
   const createRamp = (sign) => {
     const colours = new Uint8ClampedArray(3 * SHADE_COUNT);
     for (let shade = 0; shade < SHADE_COUNT; shade += 1) {
@@ -16,14 +42,8 @@ export function createPalette(isDark) {
     }
     return colours;
   };
-  return { up: createRamp(1), down: createRamp(-1), isDark };
-}
-
-/** Returns the RGB of a share of the largest number, -1 to 1. */
-export function pickColour({ up, down }, share) {
-  const ramp = share < 0 ? down : up;
-  const at = 3 * Math.min(SHADE_COUNT - 1, Math.round(Math.abs(share) * (SHADE_COUNT - 1)));
-  return [ramp[at], ramp[at + 1], ramp[at + 2]];
+  if (!palettes.has(isDark)) palettes.set(isDark, { up: createRamp(1), down: createRamp(-1) });
+  return palettes.get(isDark);
 }
 
 /** Returns the largest absolute value of the finite numbers; 0 if there is none. */

@@ -48,9 +48,11 @@ export function weightsMatrix(view, head, labels) {
     true,
   );
   const poolingNote = request.bins === null ? "" : `, pooled to ${weights.rows} by ${weights.cols}`;
-  const headNote = weights.stack > 1 || weights.place ? `, ${headName(head, weights)}` : "";
+  const headNote = describeHead(head, weights);
   return {
     ...headMatrix(view, head, labels, weights.numbers),
+    title: `Weights of ${describeRun(request)}${headNote}`,
+    tensors: tensorsOf(view),
     label:
       `Weights of ${request.variant.variant}${headNote}: ${request.rows} queries by ${request.cols} keys${poolingNote}. ` +
       "Arrow keys move, Enter pins a row.",
@@ -61,6 +63,25 @@ export function weightsMatrix(view, head, labels) {
     },
     colBars: { values: received, label: "mass each key receives", max: largestSize(received) },
   };
+}
+
+/** Returns the name of a head for the end of a title; empty if there is only one. */
+export const describeHead = (head, tensor) =>
+  tensor.stack > 1 || tensor.place ? `, ${headName(head, tensor)}` : "";
+
+/** Names a variant with its parameters: softmax (causal, scale 2). */
+export function describeRun({ variant, body: { parameters = {} } }) {
+  const values = Object.entries(parameters).map(([name, value]) =>
+    value === true ? name : `${name} ${JSON.stringify(value)}`,
+  );
+  return values.length ? `${variant.variant} (${values.join(", ")})` : variant.variant;
+}
+
+/** Returns the inputs and the outputs of a run, by name. */
+function tensorsOf({ request, weights, output }) {
+  const name = request.bins === null ? "weights" : "pooled_weights";
+  const found = weights ? { [name]: weights.tensor } : {};
+  return { ...request.inputs, ...found, output: output.tensor };
 }
 
 /** Returns one head of numbers in the shape of a view's weights, without bars. */
@@ -108,6 +129,7 @@ export function outputIndex({ output, weights }, head) {
 export function outputMatrix(view, head, labels) {
   const { rows, cols, numbers } = view.output;
   const at = outputIndex(view, head);
+  const title = `Output of ${describeRun(view.request)}${describeHead(at, view.output)}`;
   const tokens = rows === view.request.rows ? matchLabels(labels, rows, view.request.cols).row : [];
   return {
     rows,
@@ -123,6 +145,8 @@ export function outputMatrix(view, head, labels) {
     colAxis: "channel",
     rowBars: null,
     colBars: null,
+    title,
+    tensors: tensorsOf(view),
     label: `Output: ${rows} rows by ${cols} channels. Arrow keys move.`,
   };
 }

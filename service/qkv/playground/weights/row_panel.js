@@ -2,6 +2,7 @@
 
 import { formatFixed, formatNumber, h } from "../dom.js";
 import { createTerm } from "../glossary.js";
+import { createSaveMenu } from "../keep/save_menu.js";
 
 const SHOWN_COUNT = 8;
 
@@ -41,8 +42,13 @@ export function createRowPanel(root, onSelect) {
     ),
     body,
   );
+  let shown = null; // the values of the row
+  const saveMenu = createSaveMenu("the row", () => ({
+    title: shown.title,
+    table: listKeys(shown),
+  }));
   root.append(
-    h("div", { class: "title" }, title, selectButton),
+    h("div", { class: "title" }, title, saveMenu, selectButton),
     h("div", { class: "field inline" }, h("label", { for: "row-number" }, "Query"), input),
     facts,
     table,
@@ -53,11 +59,12 @@ export function createRowPanel(root, onSelect) {
    * Shows a row.
    *
    * @param {Object} values
-   *   row: index; rows: their number; isSelected: the row is pinned
+   *   row: index; rows: their number; isSelected: the row is pinned; title: of the saved table
    *   weights: one for each key; rowName, colName: (index) => text
    *   entropy, effectiveKeys: of the row, or undefined; isSigned: weights can be negative
    */
   return (values) => {
+    shown = values;
     const { row, rows, isSelected, weights, rowName, colName, entropy, effectiveKeys } = values;
     title.textContent = rowName(row);
     selectButton.textContent = isSelected ? "Unpin" : "Pin";
@@ -105,6 +112,18 @@ const formatPercent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} 
 const createFact = (name, value) => h("div", {}, h("dt", {}, createTerm(name)), h("dd", {}, value));
 
 const clamp = (value, max) => Math.min(Math.max(Math.round(value) || 0, 0), max);
+
+/** Returns all keys of a row as a table to save, the largest weights first. */
+function listKeys({ weights, colName }) {
+  const sorted = sortByWeight(weights);
+  const total = sorted.reduce((sum, { size }) => sum + size, 0);
+  let sum = 0;
+  const rows = sorted.map(({ col, weight, size }) => {
+    sum += size;
+    return [colName(col), weight, total ? sum / total : null];
+  });
+  return { headings: ["key", "weight", "cumulative share"], rows };
+}
 
 /** Sorts the keys by the size of their weights. */
 function sortByWeight(weights) {

@@ -1,7 +1,7 @@
 // Chooses the row of the row panel: the pinned row, the row at the cursor, or the last one.
 
 import { debounce } from "../dom.js";
-import { axisNames } from "./heatmap_data.js";
+import { axisNames, describeHead, describeRun } from "./heatmap_data.js";
 import { createRowPanel } from "./row_panel.js";
 import { binOfPosition, createRowReader, firstOfBin } from "./weights_request.js";
 
@@ -51,8 +51,10 @@ export function createRowSelection(root, state, callbacks) {
     const { request, stats, kind } = view;
     const names = axisNames(view, state.labels);
     const at = head * request.rows + row;
+    const run = `${describeRun(request)}${describeHead(head, view.weights)}`;
     showRow({
       row,
+      title: `Weights of ${run}, ${names.row.fullName(row)}`,
       rows: request.rows,
       isSelected: state.selectedRow !== null,
       weights,

@@ -30,6 +30,7 @@ export function createWeightsPanel(state, { onHead, onChange, onCall, announce }
     announce,
   });
   const map = new Heatmap(findById("map"), {
+    name: "the weights",
     onPoint: (cell, byKey) => {
       showReadout(map, cell, byKey);
       if (cell) rowSelection.point(cell.row);
@@ -41,6 +42,7 @@ export function createWeightsPanel(state, { onHead, onChange, onCall, announce }
     },
   });
   const output = new Heatmap(findById("output"), {
+    name: "the output",
     maxHeight: 320,
     onPoint: (cell, byKey) => showReadout(output, cell, byKey, " "),
   });

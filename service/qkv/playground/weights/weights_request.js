@@ -4,7 +4,7 @@
 import { post } from "../api.js";
 import { countElements, fromWire, toNumbers } from "../data/tensors.js";
 import { pickParameters } from "../inputs/parameter_form.js";
-import { encodeInputs, inputsFor } from "../inputs/tensor_list.js";
+import { encodeInputs, inputsFor } from "../inputs/request_inputs.js";
 
 const MAX_FULL_SIZE = 512; // rows or columns of full weights
 const MAX_FULL_SCORES = 2 ** 22; // of all heads together
@@ -33,6 +33,7 @@ export function buildRequest(state, variant = state.variant) {
   return {
     variant,
     path: `/v1/attention/${variant.variant}`,
+    inputs,
     body,
     rows,
     cols,
@@ -140,7 +141,7 @@ function toStack(value) {
   const shape = tensor.shape.length > 1 ? tensor.shape : [1, ...tensor.shape];
   const [rows, cols] = shape.slice(-2);
   const stack = countElements(shape.slice(0, -2));
-  return { rows, cols, stack, shape, numbers: toNumbers(tensor) };
+  return { rows, cols, stack, shape, tensor, numbers: toNumbers(tensor) };
 }
 
 /** Returns the weights of a layer's heads with an axis of batch: the service omits that of x. */

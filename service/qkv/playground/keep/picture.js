@@ -1,0 +1,64 @@
+// Draws a figure for print: its title and its drawing, on white, in the colours of the light theme.
+
+import { h } from "../dom.js";
+import { readColours } from "../theme.js";
+import { paintSvg, writeSvg } from "./svg.js";
+import { layOutTable } from "./table_picture.js";
+
+const WIDTH = 640; // of a drawing; 680 pixels with the margins are 17 cm of paper
+const MARGIN = 20;
+const TITLE_HEIGHT = 34;
+const SCALE = 3; // dots of the picture for each pixel: 300 dots per inch
+const SANS = "system-ui, -apple-system, 'Segoe UI', sans-serif";
+
+/** Returns a figure as a PNG. */
+export async function drawPicture(figure) {
+  const canvas = h("canvas");
+  const context = canvas.getContext("2d");
+  const colours = paperColours();
+  const drawing = layOut(figure, context);
+  const { height, draw } = drawing;
+  const width = Math.max(drawing.width ?? 0, WIDTH);
+  canvas.width = SCALE * (width + 2 * MARGIN);
+  canvas.height = Math.ceil(SCALE * (height + TITLE_HEIGHT + 2 * MARGIN));
+  context.fillStyle = "#ffffff";
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.scale(SCALE, SCALE);
+  context.translate(MARGIN, MARGIN);
+  context.fillStyle = colours.ink;
+  context.font = `600 15px ${SANS}`;
+  context.textBaseline = "top";
+  context.fillText(figure.title, 0, 0, width);
+  context.translate(0, TITLE_HEIGHT);
+  draw(colours);
+  return new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
+}
+
+/** Returns the drawing of a figure as an SVG on white, with its title. */
+export function drawSvg({ title, svg }) {
+  const text = writeSvg(svg(), title, { margin: MARGIN, titleHeight: TITLE_HEIGHT, font: SANS });
+  return new Blob([resolveColours(text, paperColours())]);
+}
+
+/** Lays out the drawing of a figure: its own, its SVG, or its table. */
+function layOut({ picture, svg, table, shownTable = table }, context) {
+  if (picture) return picture(context, WIDTH);
+  if (!svg) return layOutTable(context, shownTable);
+  const chart = svg();
+  const { width, height } = chart.viewBox.baseVal;
+  const draw = (colours) => paintSvg(context, chart, (text) => resolveColours(text, colours));
+  return { width, height, draw };
+}
+
+/** Returns the colours of the light theme, by name. */
+function paperColours() {
+  const paper = h("div", { class: "paper", hidden: true });
+  document.body.append(paper);
+  const colours = readColours(paper);
+  paper.remove();
+  return colours;
+}
+
+/** Replaces the variables of the theme by their colours: other programs do not know them. */
+const resolveColours = (text, colours) =>
+  text.replace(/var\(--([\w-]+), ([^)]*)\)/g, (_, name, other) => colours[name] || other);
