@@ -123,6 +123,8 @@ def create_app(
         ValueError, QkvError: as `load_layers`.
     """
     settings = settings or Settings()
+    if worker is None:
+        _add_variants(settings)  # before the layers, whose checkpoints have other names
     layers = load_layers(settings) if layers is None else layers
     runtime = _build_runtime(settings, worker, remote, layers)
     app = FastAPIOffline(  # serves Swagger UI's files itself: no request to another host
@@ -166,7 +168,6 @@ def _build_runtime(
     layers: LoadedLayers,
 ) -> Runtime:
     if worker is None:
-        _add_variants(settings)
         worker = new_shared_state(settings, 1, layers=layers.names).worker(0)
         worker.set_ready(True)
     engine: JobExecutor = remote or _new_engine(settings, settings.device, worker, layers)
