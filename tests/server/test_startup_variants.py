@@ -13,10 +13,13 @@ from typing import Any, Final
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from qkv.attention import variant_file
+from support import small_checkpoints
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service_processes import child_pids, device_process_pid, status_of
+from support.small_checkpoints import HEADS, LLAMA, llama_tensors
 
 COSINE: Final = variant_file.example()
 QUERY: Final = [[1.0, 0.0], [0.0, 2.0]]
@@ -29,6 +32,36 @@ from qkv.api.app import create_app
 from qkv.settings import Settings
 http = TestClient(create_app(Settings(device="cpu", variants=sys.argv[1])))
 print(http.get("/v1/variants/cosine").status_code)
+"""
+
+CHANGES_SINKS: Final = '''
+"""Attention to nothing but the sinks."""
+from jaxtyping import Float
+from torch import Tensor
+
+def attend(
+    query: Float[Tensor, "B H L D"], key: Float[Tensor, "B G S D"],
+    value: Float[Tensor, "B G S E"], sinks: Float[Tensor, "H"] | None = None,
+) -> Float[Tensor, "B H L E"]:
+    mean = value.mean(2, keepdim=True).expand(-1, -1, query.shape[2], -1)
+    mean = mean.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    return mean if sinks is None else mean * sinks.mul_(2)[:, None, None]
+'''
+
+TWICE: Final = """
+import sys
+from fastapi.testclient import TestClient
+from qkv.api.app import create_app
+from qkv.settings import Settings
+checkpoint = f"small={sys.argv[2]}"
+settings = Settings(device="cpu", variants=sys.argv[1], checkpoints=checkpoint)
+with TestClient(create_app(settings)) as http:
+    body = {
+        "inputs": {"x": [[1.0] * 16]}, "layer": {"name": "small.model.layers.1"},
+        "outputs": ["output"],
+    }
+    first, second = (http.post("/v1/attention/doubled", json=body).json() for _ in range(2))
+print("equal" if first["outputs"] == second["outputs"] else "different")
 """
 
 pytestmark = pytest.mark.process
@@ -126,3 +159,26 @@ def test_application_without_workers_has_the_variants(
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert status in done.stdout + done.stderr
+
+
+def test_application_without_workers_refuses_a_checkpoint_of_such_a_name(tmp_path: Path) -> None:
+    (tmp_path / "cosine.py").write_text(COSINE)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_WORKERS, str(tmp_path)],
+        env=os.environ | {"QKV_CHECKPOINTS": "cosine=/nowhere", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert "the checkpoint cosine has the name of a variant" in done.stderr
+
+
+def test_variant_that_changes_its_inputs_changes_no_loaded_layer(tmp_path: Path) -> None:
+    (variants := tmp_path / "variants").mkdir()
+    (variants / "doubled.py").write_text(CHANGES_SINKS)
+    tensors = llama_tensors() | {"model.layers.1.self_attn.sinks": torch.ones(HEADS)}
+    folder = small_checkpoints.write(tmp_path / "llama", tensors, LLAMA)
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, str(variants), str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.stdout == "equal\n", done.stderr

@@ -126,6 +126,8 @@ def create_app(
         ValueError, QkvError: as `load_layers`.
     """
     settings = settings or Settings()
+    if worker is None:
+        _add_variants(settings)  # before the layers, whose checkpoints have other names
     layers = load_layers(settings) if layers is None else layers
     if api_keys is None and settings.has_keys:
         api_keys = ValidApiKeys(settings.read_keys)
@@ -172,7 +174,6 @@ def _build_runtime(
     api_keys: ValidApiKeys | None,
 ) -> Runtime:
     if worker is None:
-        _add_variants(settings)
         worker = new_shared_state(settings, 1, layers=layers.names).worker(0)
         worker.set_ready(True)
     engine: JobExecutor = remote or _new_engine(settings, settings.device, worker, layers)

@@ -41,7 +41,10 @@ def project(
         return tensors
     used = [role for role in plan.roles if f"{role}.weight" in weights]
     rest = {n: t for n, t in tensors.items() if n != "x" and n not in used}
-    rest |= {name: weights[name] for name in (SINKS, SLOPES) if name in weights}
+    if SLOPES in weights:
+        rest[SLOPES] = weights[SLOPES]
+    if SINKS in weights:  # a variant that changes its inputs must not change a loaded layer
+        rest[SINKS] = weights[SINKS].clone()
     if layer.options.alibi == "scaled":  # the biases are added before the scores are scaled
         scale = plan.arguments.get("scale")
         rest[SLOPES] = weights[SLOPES] * (layer.head_width**-0.5 if scale is None else scale)

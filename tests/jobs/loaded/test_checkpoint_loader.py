@@ -68,6 +68,17 @@ def test_two_layers_of_a_block_have_their_whole_paths(tmp_path: Path) -> None:
     assert (own, cross) == ({"causal": True}, {})
 
 
+@pytest.mark.parametrize(
+    "config", [BERT | {"is_decoder": True}, BERT | {"architectures": ["XLMHead"]}]
+)
+def test_cross_attention_of_a_decoder_is_not_causal(tmp_path: Path, config: Any) -> None:
+    cross = {n.replace("attention", "crossattention"): t for n, t in bert_tensors().items()}
+    loaded = load(small_checkpoints.write(tmp_path / "b", bert_tensors() | cross, config))
+    own, other = (f"small.encoder.layer.1.{kind}" for kind in ("attention", "crossattention"))
+    assert loaded.describe(own)["parameters"] == {"causal": True}
+    assert loaded.describe(other)["parameters"] == {}
+
+
 def test_configuration_gives_positions_norms_and_parameters(tmp_path: Path) -> None:
     loaded = load(small_checkpoints.llama(tmp_path / "gemma", GEMMA))
     first, second = (loaded.describe(name) for name in loaded.names)
@@ -124,13 +135,14 @@ def test_file_beside_the_tensors_gives_what_is_not_known(tmp_path: Path) -> None
     expected = {
         "": ("model.layers.0.self_attn: the number of heads is not known", "write heads = 12"),
         "heads = 4\n": ("the positions are not known", 'positions = "none"'),
+        'heads = 4\npositions = "rotary"\n': ("the rotary embedding is not known", "write rope"),
     }
     for text, (reason, asked) in expected.items():
         own.write_text(text)
         problem = problem_of(path)
         assert reason in problem
         assert f"{asked}" in problem
-        assert problem.endswith("into mine.toml")
+        assert problem.endswith(' below [layers."model.layers"] into mine.toml')
     own.write_text(
         'heads = 4\ncausal = true\n[rope]\nbase = 50.0\n[layers."model.layers.1"]\nwindow = [1, 0]'
     )
@@ -138,6 +150,85 @@ def test_file_beside_the_tensors_gives_what_is_not_known(tmp_path: Path) -> None
     assert first["rope"]["base"] == 50.0
     assert first["parameters"] == {"causal": True}
     assert second["parameters"] == {"causal": True, "window": [1, 0]}
+
+
+TOWERS = {
+    "model_type": "gemma3",
+    "text_config": LLAMA | {"model_type": "gemma3_text"},
+    "vision_config": BERT | {"model_type": "siglip_vision_model"},
+}
+
+
+def two_towers() -> dict[str, torch.Tensor]:
+    """Returns a model of text, whose positions are known, and one of images."""
+    vision = {
+        n.replace("model.", "vision_tower.encoder.").replace("o_proj", "out_proj"): tensor
+        for n, tensor in llama_tensors().items()
+        if "layernorm" not in n
+    }
+    rows = {n: torch.randn(WIDTH, WIDTH) for n in vision}
+    return rows | {n.replace("model.", "language_model."): t for n, t in llama_tensors().items()}
+
+
+def test_line_that_is_asked_for_leaves_the_other_layers_as_they_are(tmp_path: Path) -> None:
+    folder = small_checkpoints.write(tmp_path / "two", two_towers(), TOWERS)
+    problem = problem_of(folder)
+    line = 'positions = "none"'
+    assert f"write {line}" in problem
+    table = '[layers."vision_tower.encoder.layers"]'
+    assert f" below {table} into qkv.toml" in problem
+    described = []
+    for toml in (f"{table}\n{line}", line):  # at the top, it is what config.json leaves open
+        (folder / "qkv.toml").write_text(toml)
+        loaded = load(folder)
+        described.append([loaded.describe(name) for name in loaded.names])
+    assert described[0] == described[1]
+    ropes = {layer["name"]: layer["rope"] for layer in described[0]}
+    assert ropes["small.language_model.layers.1"] is not None
+    assert ropes["small.vision_tower.encoder.layers.1"] is None
+
+
+def test_table_replaces_positions_of_the_configuration(tmp_path: Path) -> None:
+    toml = '[layers.model]\npositions = "alibi"\n[layers."model.layers.1"]\npositions = "none"'
+    loaded = load(small_checkpoints.write(tmp_path / "a", llama_tensors(), LLAMA, toml))
+    first, second = (loaded.describe(name) for name in loaded.names)
+    assert (first["rope"], first["alibi"]) == (None, True)
+    assert (second["rope"], second["alibi"]) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("toml", "expected"),
+    [
+        ('[layers."model.layer"]\nheads = 4', '[layers."model.layer"] is used by no layer'),
+        ('[layers."model.layers.2"]\nheads = 4', '[layers."model.layers.2"] is used by no layer'),
+        ('positions = "none"', "positions is used by no layer: expected a table of layers"),
+        ('prefix = "model"', "unknown field 'prefix'; known are layout, heads"),
+        ('[layers.model]\ninput = "residual"', "unknown field 'input'; known are layout, heads"),
+        ("layers = {model = 3}", "layers is wrong: expected tables"),
+        ('input_norm = {module = "norm9", kind = "rms", eps = 1e-5}',
+         "got no tensor model.layers.0.norm9.weight, expected the name of a module"),
+    ],
+)  # fmt: skip
+def test_line_of_the_file_that_has_no_effect_is_a_problem(
+    tmp_path: Path, toml: str, expected: str
+) -> None:
+    folder = small_checkpoints.write(tmp_path / "bad", llama_tensors(), LLAMA, toml)
+    assert expected in problem_of(folder)
+
+
+def test_example_of_a_layout_is_one_that_fits(tmp_path: Path) -> None:
+    tensors = {
+        n.replace("self.query", "query_key_value").replace("output.", ""): t
+        for n, t in bert_tensors().items()
+        if "self.key" not in n and "self.value" not in n
+    }
+    config = {"num_attention_heads": 2, "hidden_size": WIDTH}
+    tensors = {n.replace("attention.", "self_attention."): t for n, t in tensors.items()}
+    tensors = {
+        n: torch.randn(3 * WIDTH, *t.shape[1:]) if "query" in n else t for n, t in tensors.items()
+    }
+    problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors, config))
+    assert 'names and shapes fit bloom, falcon; write layout = "bloom" below ' in problem
 
 
 def test_norm_of_the_file_beside_the_tensors(tmp_path: Path) -> None:
@@ -318,7 +409,78 @@ def test_layer_of_zeros_or_of_two_dtypes_is_a_problem(tmp_path: Path) -> None:
     mixed = bert_tensors() | {name: torch.ones(WIDTH, WIDTH, dtype=torch.float16)}
     assert "dtype" in problem_of(small_checkpoints.write(tmp_path / "m", mixed, BERT))
     small = bert_tensors() | {name: torch.ones(WIDTH, WIDTH, dtype=torch.int8)}
-    assert "missing" in problem_of(small_checkpoints.write(tmp_path / "i", small, BERT))
+    assert "has an unknown dtype: got I8, expected " in problem_of(
+        small_checkpoints.write(tmp_path / "i", small, BERT)
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "self_attn.q_layernorm.norms.0.weight",
+        "self_attn.q_layernorm.weight",
+        "self_attn.relative_attention_bias.weight",
+        "self_attn.logit_scale",
+        "self_attn.q_bias",
+        "self_attn.q_norm.norms.0.weight",
+        "self_attn.q_proj.lora_A.weight",
+    ],
+)
+def test_tensor_that_changes_the_scores_is_a_problem(tmp_path: Path, name: str) -> None:
+    """As in a request, which has all tensors of the module."""
+    tensors = llama_tensors() | {f"model.layers.1.{name}": torch.ones(2)}
+    problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors, LLAMA))
+    assert problem.startswith(f"model.layers.1.self_attn: model.layers.1.{name} ")
+    assert "not supported" in problem or "does not belong to this layout" in problem
+
+
+def test_relative_positions_of_bert_are_a_problem(tmp_path: Path) -> None:
+    name = "encoder.layer.1.attention.self.distance_embedding.weight"
+    tensors = bert_tensors() | {name: torch.ones(9, WIDTH // HEADS)}
+    problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors, BERT))
+    assert f"{name} is not supported in this layout: relative positions change the" in problem
+
+
+def test_buffers_and_other_modules_are_no_problem(tmp_path: Path) -> None:
+    """Of any dtype; those of a layer inside a module belong to that layer."""
+    tensors = llama_tensors() | {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+        "model.layers.0.self_attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8),
+        "model.layers.0.mlp.q_norm.weight": torch.ones(2),
+        "logit_scale": torch.ones(()),
+    }
+    inner = {
+        f"model.layers.0.self_attn.inner.{n.rpartition('attn.')[2]}": t.clone()
+        for n, t in llama_tensors().items()
+        if "layers.0.self_attn" in n
+    }
+    tensors |= inner | {"model.layers.0.self_attn.inner.q_norm.weight": torch.ones(4)}
+    loaded = load(small_checkpoints.write(tmp_path / "a", tensors, LLAMA))
+    assert {name: loaded.describe(name)["qk_norm"] is not None for name in loaded.names} == {
+        "small.model.layers.0.self_attn": False,
+        "small.model.layers.0.self_attn.inner": True,
+        "small.model.layers.1": False,
+    }
+
+
+@pytest.mark.parametrize("name", ["o_proj.weight", "q_proj.bias", "q_norm.weight", "sinks"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
+def test_weight_of_another_dtype_is_a_problem(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    shape = (WIDTH, WIDTH) if name == "o_proj.weight" else (HEADS,)
+    name = f"model.layers.0.self_attn.{name}"
+    tensors = llama_tensors() | {name: torch.ones(shape).to(dtype)}
+    problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors, LLAMA))
+    code = "U8" if dtype == torch.uint8 else "F8_E4M3"
+    assert f"{name} has an unknown dtype: got {code}, expected float64, float32, " in problem
+
+
+def test_norm_of_another_dtype_is_a_problem(tmp_path: Path) -> None:
+    name = "model.layers.1.input_layernorm.weight"
+    tensors = llama_tensors() | {name: torch.ones(WIDTH).to(torch.float8_e4m3fn)}
+    problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors, LLAMA))
+    assert f"{name} has an unknown dtype: got F8_E4M3" in problem
 
 
 @pytest.mark.parametrize("name", ['a"} 1\nb', "a/b", "ü", "a" * 300, "\x1b[31m"])

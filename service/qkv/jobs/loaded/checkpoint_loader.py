@@ -10,7 +10,7 @@ import logging
 import mmap
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -158,9 +158,12 @@ class _Loader:
                 f"expected 1 to {_MAX_LAYERS} layers"
             )
         blocks = Counter(_block(found.prefix) for found in found_layers)
-        return [self._part(found, blocks) for found in found_layers]
+        tensors = _names_below([found.prefix for found in found_layers], self._shapes)
+        parts = [self._part(found, blocks, tensors[found.prefix]) for found in found_layers]
+        self._files.check_all_used()
+        return parts
 
-    def _part(self, found: FoundLayer, blocks: Counter[str]) -> _Part:
+    def _part(self, found: FoundLayer, blocks: Counter[str], names: Sequence[str]) -> _Part:
         path, block = found.prefix.rstrip("."), _block(found.prefix)
         place = block if blocks[block] == 1 else path
         if not _NAME.fullmatch(place):
@@ -173,7 +176,7 @@ class _Loader:
             layouts = {name: known[name] for name in found.layouts}
             width = sizes_of(layouts[found.layouts[0]], found.shapes).hidden_width
             settings = self._files.settings_of(place, path, layouts, width)
-            layer = self._without_numbers(found, settings)
+            layer = self._without_numbers(found, settings, names)
             norm = self._norm(block, settings)
             if norm is not None:
                 layer = replace(layer, weights={**layer.weights, **self._norm_weights(norm)})
@@ -182,17 +185,25 @@ class _Loader:
             raise
         return _Part(f"{self._name}.{place}".rstrip("."), found, settings, layer, norm)
 
-    def _without_numbers(self, found: FoundLayer, settings: LayerSettings) -> Layer:
+    def _without_numbers(
+        self, found: FoundLayer, settings: LayerSettings, names: Sequence[str]
+    ) -> Layer:
         """Returns a layer that holds no memory: its names and shapes are checked.
 
         The numbers are ones: a matrix of zeros counts as one that was never loaded.
+
+        Args:
+            found: the layer.
+            settings: of the layer.
+            names: of all tensors below its prefix, as a request would send them: some that no
+                layout reads change the scores.
         """
-        tensors = {}
         for name in found.shapes:
-            dtype = self._checkpoint.dtype(found.prefix + name)
-            if dtype in DTYPES:
-                shape = self._checkpoint.shape(found.prefix + name)
-                tensors[found.prefix + name] = np.broadcast_to(np.ones((), DTYPES[dtype]), shape)
+            self._check_dtype(found.prefix + name)
+        tensors = {}
+        for name in names:
+            dtype = DTYPES.get(self._checkpoint.dtype(name), np.bool_)
+            tensors[name] = np.broadcast_to(np.ones((), dtype), self._shapes[name])
         options = settings.options.model_copy(update={"prefix": found.prefix})
         layer = read_layer(options, tensors)
         dtypes = {array.dtype.name for array in layer.weights.values()}
@@ -202,21 +213,36 @@ class _Loader:
             )
         return layer
 
+    def _check_dtype(self, name: str) -> None:
+        """Raises an error if the dtype of a tensor is not that of a layer's weights."""
+        if (dtype := self._checkpoint.dtype(name)) not in FLOATING:
+            raise InvalidContent(
+                f"{name:.300} has an unknown dtype: got {dtype}, expected {', '.join(FLOATING)}"
+            )
+
     def _norm(self, block: str, settings: LayerSettings) -> str | None:
         """Returns the module of the norm in front of the attention; None: it is not known."""
         if settings.norm is None:
             return None
         names = _NORMS if settings.norm_module is None else (settings.norm_module,)
         paths = [f"{block}.{name}".lstrip(".") for name in names]
-        return next((path for path in paths if f"{path}.weight" in self._shapes), None)
+        norm = next((path for path in paths if f"{path}.weight" in self._shapes), None)
+        if norm is None and settings.norm_module is not None:
+            raise InvalidContent(
+                f"input_norm.module is wrong: got no tensor {paths[0]:.300}.weight, expected the "
+                "name of a module in the block"
+            )
+        return norm
 
     def _norm_weights(self, norm: str) -> dict[str, Array]:
         """Returns the weights of a norm without numbers."""
-        return {
-            weight: hollow(DTYPES[self._checkpoint.dtype(name)], self._checkpoint.shape(name))
-            for weight, name in _norm_tensors(norm).items()
-            if name in self._shapes
-        }
+        weights = {}
+        for weight, name in _norm_tensors(norm).items():
+            if name in self._shapes:
+                self._check_dtype(name)
+                dtype = DTYPES[self._checkpoint.dtype(name)]
+                weights[weight] = hollow(dtype, self._shapes[name])
+        return weights
 
     def _read(self, part: _Part, memory: _Memory) -> Layer:
         """Returns a layer with its numbers."""
@@ -278,6 +304,18 @@ def _block(prefix: str) -> str:
     parts = prefix.rstrip(".").split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: numbers[-1] + 1] if numbers else parts)
+
+
+def _names_below(prefixes: Iterable[str], names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the names that begin with each prefix, and with no longer one."""
+    below: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
+    for name in names:
+        prefix = name
+        while prefix and prefix not in below:
+            prefix = prefix[: prefix.rfind(".", 0, -1) + 1]
+        if prefix in below:
+            below[prefix].append(name)
+    return below
 
 
 def _norm_tensors(norm: str) -> dict[str, str]:

@@ -1,10 +1,12 @@
 """Reads all that is known of a layer: `config.json`, and the operator's file beside it.
 
-The file is TOML: fields of a layer and parameters of a variant, for all layers or for one.
+The file is TOML: fields of a layer and parameters of a variant, for all layers, or in a table for
+the blocks whose paths begin with its name.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +27,14 @@ __all__ = ["LayerSettings", "ModelFiles", "NormFields"]
 
 _MAX_BYTES: Final = 16 << 20  # of config.json, and of the file beside it
 _PARAMETERS: Final = ("causal", "scale", "softcap", "window")
+_POSITIONS: Final = {"rope": "rotary", "alibi": "alibi"}
+_OF_REQUESTS: Final = ("input", "prefix")  # fields of a layer that the file does not have
+_EXAMPLES: Final = {
+    "positions": 'positions = "none", rope = {base = 10000.0} or alibi = true',
+    "window": "window = [4095, 0] or window = false",
+    "softcap": "softcap = 50.0 or softcap = false",
+    "scale": "scale = 0.125 or scale = false",
+}
 
 
 class NormFields(pydantic.BaseModel):
@@ -85,7 +95,13 @@ class ModelFiles:
         self._toml: dict[str, Any] = {}
         if toml is not None:
             self._toml = _parsed(self._toml_path, lambda: tomllib.loads(toml.decode()))
-        self._toml_layers = self._toml.pop("layers", {})
+        tables = self._toml.pop("layers", {})
+        if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
+            raise InvalidContent(f"{self._toml_path}: layers is wrong: expected tables of layers")
+        self._tables: dict[str, dict[str, Any]] = tables
+        self._unused = {f'[layers."{name}"]': "the beginning of a block's path" for name in tables}
+        if "positions" in self._toml:
+            self._unused["positions"] = "a table of layers, because config.json gives those of all"
 
     def settings_of(
         self, block: str, path: str, layouts: Mapping[str, Layout], width: int | None
@@ -93,8 +109,8 @@ class ModelFiles:
         """Returns what the files say about a layer.
 
         Args:
-            block: the path of its block, which is the name of a table of the operator's file.
-            path: of the attention in the block.
+            block: the path of its block, or `path` if the block has several layers.
+            path: of its attention.
             layouts: that its names and shapes fit.
             width: of its embeddings; None: not known.
 
@@ -104,19 +120,21 @@ class ModelFiles:
         config = LayerConfig()
         if self._config is not None:
             config = read_config(self._config, path, width)
-        file_fields = self._fields_of(block)
+        file_fields = self._fields_of(block, config)
         given = file_fields.model_dump(exclude_unset=True)
-        layout = self._layout(layouts, file_fields, config)
-        self._check_known(given, config, layout)
-        fields = {
-            name: value
-            for name, value in {**config.fields, **given}.items()
-            if name in LayerOptions.model_fields and name not in (*_PARAMETERS, "prefix", "input")
-        }
-        if file_fields.positions not in (None, "rotary") or file_fields.alibi:
+        layout = self._layout(block, layouts, file_fields, config)
+        self._check_known(block, given, config, layout)
+        names = LayerOptions.model_fields.keys() - _PARAMETERS
+        fields = dict(config.fields) | {n: value for n, value in given.items() if n in names}
+        positions = file_fields.positions or config.positions
+        if file_fields.positions is not None:
+            fields = {n: v for n, v in fields.items() if _POSITIONS.get(n, positions) == positions}
+        elif file_fields.alibi:
             fields.pop("rope", None)
-        if "alibi" in (file_fields.positions, config.positions) and "alibi" not in given:
+        if positions == "alibi" and "alibi" not in given:
             fields["alibi"] = layout.alibi or True
+        if file_fields.positions == "rotary" and "rope" not in fields:
+            raise self._ask(block, "the rotary embedding is not known", "rope = {base = 10000.0}")
         parameters = dict(config.parameters)
         parameters |= {name: given[name] for name in _PARAMETERS if name in given}
         parameters = {name: value for name, value in parameters.items() if value is not False}
@@ -128,32 +146,71 @@ class ModelFiles:
             raise InvalidContent(f"config.json: {problem.detail}") from None
         return LayerSettings(options, parameters, norm, module)
 
-    def _fields_of(self, block: str) -> _FileFields:
-        of_block = self._toml_layers.get(block, {}) if isinstance(self._toml_layers, dict) else None
-        if not isinstance(of_block, dict):
-            raise InvalidContent(f"{self._toml_path}: layers is wrong: expected tables of layers")
-        fields: dict[str, Any] = {**self._toml, **of_block}
+    def check_all_used(self) -> None:
+        """Checks that the operator's file says nothing that belongs to no layer.
+
+        Raises:
+            InvalidContent: it does.
+        """
+        for name, expected in self._unused.items():
+            raise InvalidContent(
+                f"{self._toml_path}: {name:.300} is used by no layer: expected {expected}"
+            )
+
+    def _fields_of(self, block: str, config: LayerConfig) -> _FileFields:
+        """Returns the fields of the operator's file for a layer.
+
+        Only a table replaces positions of the configuration: a model with two parts may have the
+        positions of one there.
+        """
+        fields = dict(self._toml)
+        if config.positions is None:
+            self._unused.pop("positions", None)
+        else:
+            fields.pop("positions", None)
+        for name in sorted(self._tables, key=len):
+            if f"{block}.".startswith(f"{name}."):
+                fields |= self._tables[name]
+                self._unused.pop(f'[layers."{name}"]', None)
+        known = [name for name in _FileFields.model_fields if name not in _OF_REQUESTS]
+        for name in _OF_REQUESTS:
+            if name in fields:
+                raise InvalidContent(
+                    f"{self._toml_path}: unknown field {name!r}; known are {', '.join(known)}"
+                )
         try:
             return _FileFields.model_validate(fields)
         except pydantic.ValidationError as error:
-            problem = field_error(error, list(_FileFields.model_fields), nested=NESTED_FIELDS)
+            problem = field_error(error, known, nested=NESTED_FIELDS)
             raise InvalidContent(f"{self._toml_path}: {problem.detail}") from None
 
     def _layout(
-        self, layouts: Mapping[str, Layout], file_fields: _FileFields, config: LayerConfig
+        self,
+        block: str,
+        layouts: Mapping[str, Layout],
+        file_fields: _FileFields,
+        config: LayerConfig,
     ) -> Layout:
         named = file_fields.layout if file_fields.layout != "auto" else config.layout
         if named is not None and named in layouts:
             return layouts[named]
         if len(layouts) == 1 and file_fields.layout == "auto":
             return next(iter(layouts.values()))
-        raise self._ask("layout", f"names and shapes fit {', '.join(layouts)}")
+        raise self._ask(
+            block,
+            f"names and shapes fit {', '.join(layouts)}",
+            f'layout = "{next(iter(layouts))}"',
+        )
 
-    def _check_known(self, given: Mapping[str, Any], config: LayerConfig, layout: Layout) -> None:
+    def _check_known(
+        self, block: str, given: Mapping[str, Any], config: LayerConfig, layout: Layout
+    ) -> None:
         """Raises an error that asks for what neither file says."""
         if config.fields.get("heads") is None and "heads" not in given:
             whose = "there is no config.json" if self._config is None else "config.json has none"
-            raise self._ask("heads", f"the number of heads is not known, because {whose}")
+            raise self._ask(
+                block, f"the number of heads is not known, because {whose}", "heads = 12"
+            )
         asks = dict(config.asks)
         if self._config is None and (layout.rotary_order or layout.alibi):
             asks["positions"] = "the positions are not known, because there is no config.json"
@@ -161,18 +218,18 @@ class ModelFiles:
             asks.pop("positions", None)
         for field, reason in asks.items():
             if field not in given:
-                raise self._ask(field, reason)
+                raise self._ask(block, reason, _EXAMPLES[field])
 
-    def _ask(self, field: str, reason: str) -> InvalidContent:
-        example = {
-            "heads": "heads = 12",
-            "layout": 'layout = "llama"',
-            "positions": 'positions = "none", rope = {base = 10000.0} or alibi = true',
-            "window": "window = [4095, 0] or window = false",
-            "softcap": "softcap = 50.0 or softcap = false",
-            "scale": "scale = 0.125 or scale = false",
-        }[field]
-        return InvalidContent(f"{reason}; write {example} into {self._toml_path}")
+    def _ask(self, block: str, reason: str, example: str) -> InvalidContent:
+        # the fields of a block without a name are those of all layers
+        table = f' below [layers."{_without_number(block)}"]' if block else ""
+        return InvalidContent(f"{reason}; write {example}{table} into {self._toml_path}")
+
+
+def _without_number(block: str) -> str:
+    """Returns the part of the path of a block that the blocks beside it have too."""
+    numbered = re.fullmatch(r"(.+)\.[0-9]+(\..*)?", block)
+    return block if numbered is None else numbered[1]
 
 
 def _norm_of(config: LayerConfig, file_fields: _FileFields) -> tuple[InputNorm | None, str | None]:

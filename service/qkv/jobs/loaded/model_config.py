@@ -45,6 +45,7 @@ _CHANGES_SCORES: Final = {  # fields of configurations, by the parameter that th
     "softcap": ("attn_logit_softcapping",),
     "scale": ("query_pre_attn_scalar", "attention_multiplier"),
 }
+_CROSS: Final = "crossattention|encoder_attn"  # modules whose keys come from the encoder
 _RMS_EPS: Final = ("rms_norm_eps",)
 _LAYER_NORM_EPS: Final = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 
@@ -234,8 +235,9 @@ def _parameters(
     names = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
     is_decoder = known.causal or config.get("is_decoder") is True
     if model_type == "whisper":
-        is_decoder = "decoder." in path and "encoder_attn" not in path
-    if is_decoder or re.search(r"CausalLM|LMHead", names):
+        is_decoder = "decoder." in path
+    is_decoder = is_decoder or re.search(r"CausalLM|LMHead", names) is not None
+    if is_decoder and not re.search(_CROSS, path):
         parameters["causal"] = True
     length = _integer(config, "sliding_window")
     if model_type == "gpt_neo":
