@@ -123,11 +123,12 @@ def run_from(new: GatedInputs, past: State | None, chunk: int, form: str) -> tup
         form: of the state that is returned, exact or compact.
     """
     sequence, sums_XDE = _Sequence.of(new, past), sums_of(new, past)
-    (B, _, S, _), dtype = new.query_BJSD.shape, new.query_BJSD.dtype
+    B, _, S, _ = new.query_BJSD.shape
     counts, end_B = sequence.counts, sequence.tail_B + sequence.length_B
     longest = sum(counts) if counts else S + (chunk - 1 if sequence.tails else 0)
-    outputs = []
-    for start in range(0, max(longest, 1), chunk):
+    starts, E = range(0, max(longest, 1), chunk), new.value_BVSE.shape[3]
+    output_BHNE = new.query_BJSD.new_empty(B, new.T * new.K, len(starts) * chunk, E)
+    for start in starts:
         if counts:
             part = sequence.same_tokens_at(start, chunk, *counts)
         else:
@@ -135,12 +136,12 @@ def run_from(new: GatedInputs, past: State | None, chunk: int, form: str) -> tup
         needed = start + chunk if form == "exact" else start + 1
         chunks = Chunks.of(part.tokens(torch.float64), chunk)
         read_XKCE, next_XDE = chunks.run_one(sums_XDE, is_full=longest >= needed)
-        outputs.append(part.by_head(read_XKCE).to(dtype))
+        output_BHNE[:, :, start : start + chunk] = part.by_head(read_XKCE)
         if not counts:
             is_kept_X = (end_B < needed).repeat_interleave(new.T)
             next_XDE = torch.where(is_kept_X[:, None, None], sums_XDE, next_XDE)
         sums_XDE = next_XDE
-    sums_BTDE, output_BHNE = sums_XDE.unflatten(0, (B, -1)), torch.cat(outputs, 2)
+    sums_BTDE = sums_XDE.unflatten(0, (B, -1))
     if counts:
         output_BHSE = _padded(output_BHNE[:, :, counts[0] : sum(counts)], S)
     else:
