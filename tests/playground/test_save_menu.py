@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import struct
 from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree
@@ -65,6 +66,7 @@ def test_saved_map_has_its_title_its_cells_and_its_scale(open_page: Open, server
     path = save(page, "the weights", "PNG")
     assert path.name == "weights-of-softmax-scale-1.png"
     dots = check_picture(path)
+    assert b"pHYs" + struct.pack(">IIB", 11811, 11811, 1) in path.read_bytes()  # 300 dots per inch
     for colour in ([27, 31, 36], [89, 98, 109]):  # the title, the names
         assert (dots == colour).all(-1).any(), colour
     below = dots[-3 * 45 : -3 * 20]  # the scale: its shades from light to dark

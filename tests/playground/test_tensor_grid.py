@@ -105,6 +105,17 @@ def test_mask_is_edited_by_check_boxes(open_page: Open, server: Server) -> None:
     assert [weight > 0 for weight in first] == [True, False, False, False, False, True]
 
 
+def test_tensor_of_an_example_with_a_chosen_role_stays(open_page: Open, server: Server) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    page.get_by_label("Role of words").select_option("query")
+    expect(page.get_by_label("Example")).to_have_value("")
+    expect(page.locator("#example-about")).to_contain_text("from the example “Six words”")
+    for name in ("key", "value"):
+        paste(page, json.dumps({name: [[1, 0, 0], [0, 1, 0]]}))
+    expect(page.locator("#tensors .name")).to_have_text(["words", "key", "value"])
+    expect(page.locator("#status")).to_contain_text("6 queries, 2 keys")
+
+
 def test_only_small_tensors_have_a_grid(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = choose_example(opened, "induction")

@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
@@ -97,6 +99,26 @@ def test_safetensors_is_parsed(modules: Page) -> None:
     assert set(read) == set(arrays)
     for name, array in arrays.items():
         np.testing.assert_array_equal(read[name], as_sent(array), strict=True, err_msg=name)
+
+
+def test_safetensors_that_the_page_writes_is_read_by_the_package(modules: Page) -> None:
+    read = {"bfloat16": torch.linspace(-3, 3, 5).to(torch.bfloat16)}
+    read |= {name: torch.from_numpy(as_sent(array)) for name, array in ARRAYS.items()}
+    data = base64.b64encode(safetensors.torch.save(read)).decode()
+    written = modules.evaluate(
+        """async data => {
+            const file = new File([tensors.decodeBase64(data)], "all.safetensors");
+            const { tensors: read } = await uploads.readFile(file);
+            const blob = safetensors.formatSafetensors(read);
+            return tensors.encodeBase64(new Uint8Array(await blob.arrayBuffer()));
+        }""",
+        data,
+    )
+    found = safetensors.torch.load(base64.b64decode(written))
+    assert found.keys() == read.keys()
+    for name, tensor in read.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
 
 
 @examples(40)

@@ -40,6 +40,7 @@ MODULES: Final = (
     "compare/sweep_chart",
     "compare/sweep_table",
     "copy/code_snippets",
+    "data/safetensors",
     "data/tensors",
     "data/uploads",
     "inputs/labels",

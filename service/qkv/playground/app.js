@@ -11,6 +11,7 @@ import { createRequestPanel } from "./copy/request_panel.js";
 import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
 import { listenToTerms } from "./glossary.js";
+import { createExampleSelect } from "./inputs/example_select.js";
 import { EXAMPLES } from "./inputs/examples.js";
 import { formatLabels, labelsOfSequence, parseLabels } from "./inputs/labels.js";
 import { createControls, showCausalNote } from "./inputs/parameter_form.js";
@@ -21,13 +22,7 @@ import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
 import { listenToSectionLinks } from "./link/section_links.js";
-import {
-  createState,
-  NEW_TENSORS,
-  NO_REQUEST,
-  otherExample,
-  stateOfExample,
-} from "./page_state.js";
+import { createState, NEW_TENSORS, NO_REQUEST, newExample, stateOfExample } from "./page_state.js";
 import * as summary from "./run_summary.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
@@ -76,6 +71,10 @@ const sweepPanel = createSweepPanel(findById("sweep"), state, {
   announce,
   onRequest: (body) => showRequest("sweep", { path: "/v1/sweep", body }),
 });
+const showExample = createExampleSelect({
+  onExample: (example) => useExample(example),
+  onOwn: (onCancel) => tensorList.openPaste(onCancel),
+});
 const runDebounced = debounce(() => run(), 120);
 const runSoon = () => {
   expectRun();
@@ -95,13 +94,11 @@ const tensorList = createTensorList(state, {
     applyState();
   },
   onChange: () => {
-    state.example = null;
+    leaveExample();
     applyState();
   },
   onEdit: () => {
-    const example = EXAMPLES.find(({ id }) => id === state.example);
-    state.example = null;
-    if (example) showOwn(`Your numbers, from the example “${example.title}”.`);
+    leaveExample();
     runSoon();
   },
   takeFiles: async (files) => checkpoint.take(await captured.take(files)),
@@ -143,9 +140,14 @@ const captured = createCapturedPanel(state, {
 /** Shows that the tensors are the user's, with a note. */
 function showOwn(note, className = "hint") {
   findById("labels").value = formatLabels(state.labels);
-  findById("example").value = state.example ?? "";
-  setText(findById("example-about"), note);
-  findById("example-about").className = className;
+  showExample(state.example, note, className);
+}
+
+/** Makes the tensors of an example the user's, who has changed one. */
+function leaveExample() {
+  const example = EXAMPLES.find(({ id }) => id === state.example);
+  state.example = null;
+  if (example) showOwn(`Changed by you, from the example “${example.title}”.`);
 }
 
 /** Updates the controls to the state, then runs. */
@@ -183,7 +185,7 @@ const useExample = (example) => showState(stateOfExample(example, state.variants
 function chooseVariant(name) {
   state.variant = state.variants.get(name);
   if (missingInputs(state).length && state.example) {
-    const { fields, about } = otherExample(state);
+    const { fields, about } = newExample(state);
     return showState(fields, about);
   }
   applyState();
@@ -249,13 +251,6 @@ function redraw() {
 }
 
 function listen() {
-  findById("example").addEventListener("change", (event) => {
-    const example = EXAMPLES.find(({ id }) => id === event.target.value);
-    if (example) return useExample(example);
-    tensorList.openPaste(() => {
-      event.target.value = state.example ?? "";
-    });
-  });
   findById("variant").addEventListener("change", (event) => chooseVariant(event.target.value));
   findById("labels").addEventListener("input", (event) => {
     state.labels = parseLabels(event.target.value);
@@ -280,8 +275,6 @@ function start() {
   listenToTerms();
   listenToSectionLinks();
   listenToCopyLink(pageHistory.createLink);
-  const options = EXAMPLES.map(({ id, title }) => new Option(title, id));
-  findById("example").append(...options, new Option("Your own…", ""));
   loadCatalogue();
 }
 

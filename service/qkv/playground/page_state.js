@@ -56,7 +56,7 @@ export const exampleFor = (variant) =>
  * @param {Object} state of the page, with the variant and the example before
  * @returns {{fields: Object, about: string}} fields of the state
  */
-export function otherExample({ example: id, labels, variant, variants }) {
+export function newExample({ example: id, labels, variant, variants }) {
   const example = exampleFor(variant);
   const fields = { ...stateOfExample(example, variants), variant };
   const { labels: before } = EXAMPLES.find((one) => one.id === id).create();

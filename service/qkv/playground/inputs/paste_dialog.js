@@ -26,7 +26,7 @@ export function createPasteDialog(onPaste, onUpload) {
     { class: "hint", id: "paste-about" },
     "Cells of a spreadsheet or CSV, Python lists, printed arrays of numpy or torch, tensors by " +
       "name as JSON, the body of a request, or a curl command. A column of words gives labels. " +
-      "One tensor is query, key and value at once. " +
+      "One tensor is query, key and value at once; further ones are added to it. " +
       "The variant and the parameters of a request apply too.",
   );
   const form = h(

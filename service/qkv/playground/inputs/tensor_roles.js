@@ -35,7 +35,7 @@ export function addTensors(added, state, keepsAll = false) {
   const { inputs } = state.variant;
   const isOptional = Object.keys(added).every((name) => inputs[name]?.optional);
   const earlier = state.tensors.filter(({ isUploaded }) => isUploaded || isOptional);
-  const isSame = ({ name }) => !keepsAll && name in added;
+  const isSame = ({ name }) => !keepsAll && Object.hasOwn(added, name);
   const kept = earlier.filter((entry) => !isSame(entry)).map((entry) => ({ ...entry }));
   const isAlone = !kept.length && Object.keys(added).length === 1;
   const entries = Object.entries(added).map(([name, tensor]) => ({

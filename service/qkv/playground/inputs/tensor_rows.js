@@ -18,7 +18,8 @@ export function createRow(entry, list) {
   const select = h("select", {
     "aria-label": `Role of ${name}`,
     change: (event) => {
-      Object.assign(entry, { role: event.target.value, isChosen: true });
+      const isUploaded = entry.isUploaded || !entry.isRandom; // with a chosen role it is the user's
+      Object.assign(entry, { role: event.target.value, isChosen: true, isUploaded });
       list.onChange();
     },
   });

@@ -1,5 +1,6 @@
 // Prepares the matrices of a view for the heat maps, with labels and bars.
 
+import { formatNumber } from "../dom.js";
 import { matchLabels } from "../inputs/labels.js";
 import { largestSize } from "./colors.js";
 import { headName } from "./head_grid.js";
@@ -71,8 +72,10 @@ export const describeHead = (head, tensor) =>
 
 /** Names a variant with its parameters: softmax (causal, scale 2). */
 export function describeRun({ variant, body: { parameters = {} } }) {
+  const toText = (value) =>
+    typeof value === "number" ? formatNumber(value) : JSON.stringify(value);
   const values = Object.entries(parameters).map(([name, value]) =>
-    value === true ? name : `${name} ${JSON.stringify(value)}`,
+    value === true ? name : `${name} ${toText(value)}`,
   );
   return values.length ? `${variant.variant} (${values.join(", ")})` : variant.variant;
 }
