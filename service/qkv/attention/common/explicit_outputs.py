@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from qkv.attention.common.guards import largest_size
 from qkv.attention.common.score_blocks import ScoreBlock, Scores, score_dtype
 from qkv.attention.common.visibility import row_blocks
 
@@ -76,8 +75,9 @@ def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
     # the values are near the end of float64's range: their sum may overflow although their average
     # does not, and weights that are rounded up may make an average larger than its values
     room = 2.0 ** math.ceil(math.log2(4 / (1 - scores.dropout)))
-    output = torch.matmul(weights_BGTS, value / room).view(B, H, R, E)
+    output_BGTE = torch.matmul(weights_BGTS, value / room)
     if not scores.dropout:
-        largest = float(largest_size(value_BGSE)) / room
-        output.clamp_(-largest, largest)
-    return output.mul_(room)
+        largest_BG11 = value_BGSE.abs().amax((2, 3), keepdim=True) / room
+        largest_BG11 = largest_BG11.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        output_BGTE.clamp_(-largest_BG11, largest_BG11)
+    return output_BGTE.view(B, H, R, E).mul_(room)
