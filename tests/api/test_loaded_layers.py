@@ -193,7 +193,7 @@ def test_parameters_that_a_variant_lacks_are_named(loaded: Server, client: Clien
     "changes",
     [
         {"heads": 2}, {"rope": {"base": 7.0, "dims": 2}}, {"alibi": True}, {"softcap": 1.0},
-        {"window": [1, 1]},
+        {"window": [1, 1]}, {"heads": None}, {"kv_heads": None},
     ],
     ids=str,
 )  # fmt: skip
@@ -201,14 +201,15 @@ def test_fields_of_a_request_replace_those_of_the_checkpoint(
     loaded: Server, client: Client, changes: dict[str, Any]
 ) -> None:
     found = client.attend("softmax", x=X, layer={"name": NAME, **changes})
-    expected = client.attend("softmax", x=X, layer=inline(**changes))
+    given = {n: x for n, x in changes.items() if x is not None}  # null: as in the checkpoint
+    expected = client.attend("softmax", x=X, layer=inline(**given))
     assert torch.equal(found.output, expected.output)
     assert torch.equal(found.weights, expected.weights)
     again = client.attend("softmax", x=X, layer=NAME)
     assert torch.equal(again.output, client.attend("softmax", x=X, layer=inline()).output)
     layer = post(loaded, layer={"name": NAME, **changes}).json()["layer"]
     assert layer["name"] == NAME
-    assert layer["heads"] == changes.get("heads", HEADS)
+    assert layer["heads"] == given.get("heads", HEADS)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +220,7 @@ def test_fields_of_a_request_replace_those_of_the_checkpoint(
         ({"tensors": {"a": [[1.0]]}}, "/layer/tensors", "the layer of this name is loaded"),
         ({"heads": 5}, "/layer/heads", f"{NAME}.query does not split into heads"),
         ({"heads": "x"}, "/layer/heads", "layer.heads is invalid"),
+        ({"qk_norm": {"eps": 1.0}}, "/layer/qk_norm", "has no norm of queries and keys"),
         ({"other": 1}, "/layer/other", "known are name, heads, "),
         ({"rope": {"bases": 1.0}}, "/layer/rope/bases", "unknown field 'bases'"),
         ({"input": "residual"}, "/layer/input", "has no norm in front of its attention"),

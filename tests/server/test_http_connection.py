@@ -182,10 +182,26 @@ def test_http_1_0_needs_no_host(server: Server) -> None:
         assert [status for status, *_ in read_responses(connection)] == [200]
 
 
+def test_streamed_response_to_http_1_0_ends_with_the_connection(server: Server) -> None:
+    """RFC 9112, section 6.1: no transfer coding for such a client."""
+    body = b'{"variants": ["mean"], "lengths": [2], "repeats": 1}'
+    head = b"POST /v1/sweep HTTP/1.0\r\nContent-Type: application/json\r\n"
+    with connected(server) as connection:
+        connection.sendall(b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
+        response = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    head, _, events = response.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert events.startswith(b"event: ")
+    assert b"event: done\n" in events
+
+
 MALFORMED: Final = (
     b"malformed\r\n\r\n",
     b"\x16\x03\x01\x02",
     b"GET / HTTP/9.9\r\n\r\n",
+    b"GET / HTTP/2.0\r\nHost: localhost\r\n\r\n",
+    b"GET / HTTP/0.9\r\nHost: localhost\r\n\r\n",
     b"GET\r\n\r\n",
 )
 

@@ -95,6 +95,9 @@ def find_loaded(fields: JobFields, message: Message, layers: LoadedLayers) -> La
             pointer=pointer_to("layer", "tensors"),
         )
     changes = {name: value for name, value in given.items() if name != "name"}
+    for name in ("heads", "kv_heads"):  # null: as the checkpoint has them
+        if changes.get(name, ...) is None:
+            del changes[name]
     return _changed(layer, changes) if changes else layer
 
 
@@ -116,6 +119,12 @@ def _changed(layer: Layer, changes: Mapping[str, object]) -> Layer:
     except pydantic.ValidationError as error:
         known = [n for n in LayerOptions.model_fields if n not in _OF_CHECKPOINT]
         raise field_error(error, ["name", *known], "layer", nested=NESTED_FIELDS) from None
+    has_norms = not {"query_norm.weight", "key_norm.weight"}.isdisjoint(layer.weights)
+    if changes.get("qk_norm") is not None and not has_norms:
+        raise InvalidContent(
+            f"layer.qk_norm is not used: {layer.loaded.name} has no norm of queries and keys",
+            pointer=pointer_to("layer", "qk_norm"),
+        )
     has_heads = (options.heads, options.kv_heads) == (layer.options.heads, layer.options.kv_heads)
     if layer.loaded.has_fixed_heads and not has_heads:
         raise InvalidContent(

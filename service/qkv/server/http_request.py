@@ -100,7 +100,7 @@ class HttpRequest(ServerRequest):
         self.response_started = self.response_complete = False
         self._news: asyncio.Event | None = None  # while the application waits
         self._head: bytes | None = None  # not written yet
-        self._is_chunked = False
+        self._is_streamed = self._is_chunked = False  # a response of unknown length
         self._missing_bytes = 0  # of the body of the response
 
     # the body of the request
@@ -235,10 +235,12 @@ class HttpRequest(ServerRequest):
         if (length := named.get(b"content-length")) is not None:
             self._missing_bytes = int(length) if has_body else 0
         elif has_body:
-            self._is_chunked = True
-            headers = [*headers, (b"transfer-encoding", b"chunked")]
+            self._is_streamed = True
+            self._is_chunked = self._scope["http_version"] == "1.1"  # before, the end is the close
+            if self._is_chunked:
+                headers = [*headers, (b"transfer-encoding", b"chunked")]
         self._head = encode_head(status, headers, self._connection.date)
-        if self._is_chunked:  # the first part may take time
+        if self._is_streamed:  # the first part may take time
             self._write(self._take_head())
 
     def _send_body(self, body: bytes | memoryview, more_body: bool) -> None:
@@ -247,6 +249,8 @@ class HttpRequest(ServerRequest):
         if self._is_chunked:
             parts = [b"%x\r\n" % len(body), body, b"\r\n"] if body else []
             self._write(b"".join(parts if more_body else [*parts, b"0\r\n\r\n"]))
+        elif self._is_streamed:
+            self._write(body)
         else:
             self._missing_bytes -= len(body)
             if self._missing_bytes < 0 or (self._missing_bytes and not more_body):

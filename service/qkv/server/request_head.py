@@ -48,6 +48,8 @@ def check_head(
                 f"the request's head is too large: got {size} bytes, "
                 f"expected at most {_MAX_HEAD_BYTES}"
             )
+    if version not in ("1.1", "1.0"):
+        raise MalformedRequest(f"the version of HTTP is not supported: got {version}, expected 1.1")
     hosts = int(b"host" in by_name)
     if count > len(by_name):  # a name comes more than once
         hosts = [name for name, _ in headers].count(b"host")

@@ -89,9 +89,9 @@ def attend(
     method: Annotated[
         _Method,
         Field(
-            description="The method of computation; all four give the same mean. cumsum: a running "
-            "sum. loop: a loop over rows. matmul: a product with a triangle of ones. softmax: a "
-            "product with the softmax of masked zeros."
+            description="The method of computation; all four give the same mean of finite values. "
+            "cumsum: a running sum. loop: a loop over rows. matmul: a product with a triangle of "
+            "ones. softmax: a product with the softmax of masked zeros."
         ),
     ] = "cumsum",
     outputs: frozenset[str],
