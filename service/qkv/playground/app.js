@@ -17,7 +17,8 @@ import { formatLabels, labelsOfSequence, parseLabels } from "./inputs/labels.js"
 import { createControls, showCausalNote } from "./inputs/parameter_form.js";
 import { applyRequest } from "./inputs/pasted_request.js";
 import { inputFiles, missingInputs } from "./inputs/request_inputs.js";
-import { createTensorList, keptLayer } from "./inputs/tensor_list.js";
+import { createTensorList } from "./inputs/tensor_list.js";
+import { keptLayer } from "./inputs/tensor_queue.js";
 import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";

@@ -32,9 +32,7 @@ export function listRoles({ variants }) {
  *   among them; `replaced`: names of those that the user brought and that are not
  */
 export function addTensors(added, state, keepsAll = false) {
-  const { inputs } = state.variant;
-  const isOptional = Object.keys(added).every((name) => inputs[name]?.optional);
-  const earlier = state.tensors.filter(({ isUploaded }) => isUploaded || isOptional);
+  const earlier = earlierTensors(added, state);
   const isSame = ({ name }) => !keepsAll && Object.hasOwn(added, name);
   const kept = earlier.filter((entry) => !isSame(entry)).map((entry) => ({ ...entry }));
   const isAlone = !kept.length && Object.keys(added).length === 1;
@@ -44,34 +42,50 @@ export function addTensors(added, state, keepsAll = false) {
     tensor,
   }));
   giveRoles(entries, kept, state);
-  if (kept.length && !keepsAll && entries.every(({ role }) => role === UNUSED)) {
+  const isUseless = entries.every(({ role }) => role === UNUSED);
+  if (isUseless && kept.length && !keepsAll) {
     const { tensors } = addTensors(added, { ...state, tensors: [] });
     return { tensors, isAdded: false, replaced: namesOfUser(earlier) };
   }
-  const roles = entries.flatMap(rolesOf);
-  const covered = kept.filter((one) => one.role !== UNUSED && isWithin(rolesOf(one), roles));
-  const coveredRoles = covered.flatMap(rolesOf);
-  for (const entry of keepsAll ? entries : []) {
-    if (rolesOf(entry).some((one) => coveredRoles.includes(one))) entry.role = UNUSED;
-  }
-  const rest = keepsAll ? kept : kept.filter((entry) => !covered.includes(entry));
+  const covered = findCovered(kept, entries);
+  if (keepsAll) leaveRoles(entries, covered);
+  const dropped = keepsAll ? [] : earlier.filter((one) => isSame(one) || isIn(one, covered));
+  const rest = kept.filter((entry) => !isIn(entry, dropped));
   return {
     tensors: [...rest, ...entries].map((entry) => ({ ...entry, isUploaded: true })),
     isAdded: rest.length > 0,
-    replaced: keepsAll
-      ? []
-      : namesOfUser(earlier.filter((one) => isSame(one) || isIn(one, covered))),
+    replaced: namesOfUser(dropped),
   };
+}
+
+/** Returns the names of the tensors that the user brought. */
+export const namesOfUser = (entries) =>
+  entries.filter(({ isUploaded }) => isUploaded).map(({ name }) => name);
+
+/** Returns the tensors to which others are added: those of the user, or an example's for a mask. */
+function earlierTensors(added, { tensors, variant }) {
+  const isOptional = Object.keys(added).every((name) => variant.inputs[name]?.optional);
+  return tensors.filter(({ isUploaded }) => isUploaded || isOptional);
+}
+
+/** Returns the tensors whose every role is also one of the new tensors. */
+function findCovered(kept, entries) {
+  const roles = entries.flatMap(rolesOf);
+  const isCovered = (entry) => rolesOf(entry).every((one) => roles.includes(one));
+  return kept.filter((entry) => entry.role !== UNUSED && isCovered(entry));
+}
+
+/** Leaves the roles of the user's tensors to them. */
+function leaveRoles(entries, covered) {
+  const taken = covered.flatMap(rolesOf);
+  for (const entry of entries) {
+    if (rolesOf(entry).some((one) => taken.includes(one))) entry.role = UNUSED;
+  }
 }
 
 const rolesOf = ({ role }) => role.split(", ");
 
-const isWithin = (some, all) => some.every((one) => all.includes(one));
-
 const isIn = ({ name }, entries) => entries.some((entry) => entry.name === name);
-
-const namesOfUser = (entries) =>
-  entries.filter(({ isUploaded }) => isUploaded).map(({ name }) => name);
 
 /** Returns the role that a name tells, or that the tensor of this name had; null without one. */
 function roleOf(name, replaced, isAlone, state) {

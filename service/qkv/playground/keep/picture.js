@@ -10,6 +10,7 @@ const MARGIN = 20;
 const TITLE_HEIGHT = 34;
 const SCALE = 3; // dots of the picture for each pixel: 300 dots per inch
 const SANS = "system-ui, -apple-system, 'Segoe UI', sans-serif";
+const TITLE_FONT = `600 15px ${SANS}`;
 
 // PNG, section 11.3.4.3: length, pHYs, 11811 dots per metre in both directions, checksum
 // prettier-ignore
@@ -22,22 +23,27 @@ const DENSITY_AT = 33; // after the signature and the header
 export async function drawPicture(figure) {
   const canvas = h("canvas");
   const context = canvas.getContext("2d");
-  const colours = paperColours();
-  const drawing = layOut(figure, context);
-  const { height, draw } = drawing;
-  const width = Math.max(drawing.width ?? 0, WIDTH);
-  canvas.width = SCALE * (width + 2 * MARGIN);
+  const { width = WIDTH, height, draw } = layOut(figure, context);
+  context.font = TITLE_FONT;
+  const titleWidth = Math.min(Math.ceil(context.measureText(figure.title).width), WIDTH);
+  const fullWidth = Math.max(width, titleWidth);
+  canvas.width = SCALE * (fullWidth + 2 * MARGIN);
   canvas.height = Math.ceil(SCALE * (height + TITLE_HEIGHT + 2 * MARGIN));
   context.fillStyle = "#ffffff";
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.scale(SCALE, SCALE);
   context.translate(MARGIN, MARGIN);
+  const colours = paperColours();
   context.fillStyle = colours.ink;
-  context.font = `600 15px ${SANS}`;
+  context.font = TITLE_FONT;
   context.textBaseline = "top";
-  context.fillText(figure.title, 0, 0, width);
+  context.fillText(figure.title, 0, 0, fullWidth);
   context.translate(0, TITLE_HEIGHT);
   draw(colours);
+  return toPng(canvas);
+}
+
+async function toPng(canvas) {
   const png = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
   return new Blob([png.slice(0, DENSITY_AT), new Uint8Array(DENSITY), png.slice(DENSITY_AT)]);
 }

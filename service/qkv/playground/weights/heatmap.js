@@ -59,6 +59,7 @@ export class Heatmap {
     const rootLabel = h("label", { class: "small" }, this.rootCheckbox, "Emphasise small weights");
     const rootToggle = onRoot ? [rootLabel] : [];
     this.saveMenu = createSaveMenu(name, () => this.describe());
+    this.saveMenu.hidden = true; // until there is a matrix
     const shades = h("div", { class: "shades" }, this.legend, ...rootToggle, this.saveMenu);
     figure.append(this.surface);
     if (!isSmall) figure.append(h("figcaption", {}, this.readout, shades, this.about));
@@ -94,6 +95,7 @@ export class Heatmap {
     this.cursor = null;
     this.showReadout(null);
     setText(this.about, matrix.about);
+    this.saveMenu.hidden = false;
     this.surface.setAttribute("aria-label", matrix.label);
     this.repaint();
   }

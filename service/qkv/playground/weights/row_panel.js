@@ -46,6 +46,7 @@ export function createRowPanel(root, onSelect) {
   const saveMenu = createSaveMenu("the row", () => ({
     title: shown.title,
     table: listKeys(shown),
+    shownTable: listKeys(shown, SHOWN_COUNT),
   }));
   root.append(
     h("div", { class: "title" }, title, saveMenu, selectButton),
@@ -113,12 +114,12 @@ const createFact = (name, value) => h("div", {}, h("dt", {}, createTerm(name)), 
 
 const clamp = (value, max) => Math.min(Math.max(Math.round(value) || 0, 0), max);
 
-/** Returns all keys of a row as a table to save, the largest weights first. */
-function listKeys({ weights, colName }) {
+/** Returns the keys of a row as a table to save, the largest weights first. */
+function listKeys({ weights, colName }, count = weights.length) {
   const sorted = sortByWeight(weights);
   const total = sorted.reduce((sum, { size }) => sum + size, 0);
   let sum = 0;
-  const rows = sorted.map(({ col, weight, size }) => {
+  const rows = sorted.slice(0, count).map(({ col, weight, size }) => {
     sum += size;
     return [colName(col), weight, total ? sum / total : null];
   });
