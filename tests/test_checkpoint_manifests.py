@@ -58,6 +58,7 @@ def find(resources: list[Resource], kind: str) -> dict[str, Any]:
 def checkpoints(container: dict[str, Any]) -> dict[str, Path]:
     """Returns the checkpoints of a container's environment."""
     values = {v["name"]: v.get("value") for v in container["env"]}
+    assert values["QKV_MAX_CHECKPOINT_BYTES"] == str(1 << 30)
     return Settings(checkpoints=values["QKV_CHECKPOINTS"]).checkpoint_paths
 
 
@@ -92,6 +93,7 @@ def test_ray_service_and_its_configuration_have_the_checkpoint(deploy: Path) -> 
     (configuration,) = load(deploy / "ray/config.yaml")
     assert YAML(typ="safe").load(service["spec"]["serveConfigV2"]) == configuration
     (application,) = configuration["applications"]
+    assert application["args"]["max_checkpoint_bytes"] == 1 << 30
     paths = Settings(**application["args"]).checkpoint_paths
     assert paths == {"minilm": Path("/models") / CHECKPOINT}
     (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]

@@ -123,8 +123,10 @@ def test_memory_holds_the_queues_and_transfers_of_all_workers(name: str) -> None
         int(environment[f"QKV_{n}"]) for n in ("WORKERS", "MAX_QUEUE_BYTES", "MAX_RESPONSE_BYTES")
     )
     body = Settings.model_fields["max_body_bytes"].default
+    layers = int(environment["QKV_MAX_CHECKPOINT_BYTES"])
     limit = int(SERVICES[name]["mem_limit"].removesuffix("g")) << 30
-    assert limit > workers * (2 * queue + body + 2 * response + (1 << 29))  # keys may double it
+    of_worker = 2 * queue + body + 2 * response + (1 << 29)  # keys may double the queue
+    assert limit > layers + workers * of_worker
     assert compose(MEM_LIMIT="20g")[name]["mem_limit"] == "20g"
 
 
@@ -169,6 +171,7 @@ def test_compose_variables_have_defaults_and_can_be_set() -> None:
     assert {m[1] for m in VARIABLE.finditer(COMPOSE)} == {
         *("PUBLISH", "GRAFANA", "TORCH_INDEX", "MEM_LIMIT"),
         *("QKV_WORKERS", "QKV_MAX_QUEUE_BYTES", "QKV_MAX_RESPONSE_BYTES", "QKV_METRICS_PORT"),
+        "QKV_MAX_CHECKPOINT_BYTES",
     }
     configured = compose(PUBLISH="0.0.0.0:80", TORCH_INDEX="an-index")
     for name, service in OURS.items():

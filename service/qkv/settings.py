@@ -260,8 +260,8 @@ class Settings(BaseSettings):
     preload: Annotated[
         bool,
         Field(
-            description="If true, a GPU gets the layers of all checkpoints before the first "
-            "request. By default it gets each at the first request that names it."
+            description="If true, a GPU gets the layers of the checkpoints before the first "
+            "request, as many as fit. By default it gets each at the first request that names it."
         ),
     ] = False
     max_device_layer_bytes: Annotated[

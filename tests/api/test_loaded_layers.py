@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -273,6 +274,36 @@ def test_residual_input_is_normed_first(client: Client, model: str) -> None:
     assert torch.allclose(outer.gradients["x"], x.grad, atol=1e-4)
     with pytest.raises(InvalidContent, match="x is missing"):
         client.attend("softmax", query=X, key=X, value=X, layer=layer)
+
+
+def test_norm_may_have_another_dtype_than_the_layer(tmp_path: Path) -> None:
+    """Norms of a model in bfloat16 are often float32; they are applied in float32."""
+    tensors = llama_tensors(torch.bfloat16)
+    norm = {n: t for n, t in llama_tensors().items() if "layernorm" in n}
+    folder = small_checkpoints.write(tmp_path / "mixed", tensors | norm, LLAMA)
+    name, x = "mixed.model.layers.1", X.to(torch.bfloat16)
+    weight = norm["model.layers.1.input_layernorm.weight"]
+    normed = torch.nn.functional.rms_norm(x.float(), (WIDTH,), weight, 1e-5).to(torch.bfloat16)
+    served = running_server(checkpoints=f"mixed={folder}", strict_checkpoints=True)
+    with served as server, Client(server.url) as client:
+        found = client.attend("softmax", x=x, layer={"name": name, "input": "residual"})
+        expected = client.attend("softmax", x=normed, layer=name)
+    error = (found.output.float() - expected.output.float()).norm() / expected.output.float().norm()
+    assert error < 4 * torch.finfo(torch.bfloat16).eps
+
+
+def test_heads_that_are_in_the_layout_cannot_change(tmp_path: Path) -> None:
+    rows = {n: t for n, t in bert_tensors(1).items() if "output.dense" in n}
+    tensors = {n.replace("attention.output.dense", "self_attn.o_proj"): t for n, t in rows.items()}
+    tensors["encoder.layer.0.self_attn.qkv_proj.weight"] = torch.randn(3 * WIDTH, WIDTH)
+    folder = small_checkpoints.write(tmp_path / "phi", tensors, LLAMA | {
+        "model_type": "phi3", "num_key_value_heads": HEADS})  # fmt: skip
+    with running_server(checkpoints=f"phi={folder}", strict_checkpoints=True) as server:
+        name = "phi.encoder.layer.0"
+        assert post(server, layer={"name": name, "heads": HEADS}).is_success
+        response = post(server, layer={"name": name, "heads": HEADS // 2})
+        assert_problem(response, 422)
+        assert "phi3 keeps the tensors of a head together" in response.json()["detail"]
 
 
 def test_inline_layer_has_no_norm(client: Client) -> None:

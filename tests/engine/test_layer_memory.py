@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, Final
 
@@ -175,6 +176,18 @@ def test_preloaded_layers_are_there_before_the_first_request(layers: LoadedLayer
 
     with_engine(test, device=device, preload=[layers[name] for name in layers.names])
     assert all(name in device.layer_memory for name in layers.names)
+
+
+def test_preloading_ends_where_the_memory_is_full(
+    layers: LoadedLayers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No layer makes room for another one before a request needs it."""
+    _, memory = new_memory(layers, 2.5)
+    with caplog.at_level(logging.WARNING):
+        memory.preload(layers[name] for name in NAMES)
+    assert [name in memory for name in NAMES] == [True, True, False]
+    (line,) = caplog.messages
+    assert line.startswith("the device gets 2 layers before the first request: ")
 
 
 def test_device_process_has_the_weights(layers: LoadedLayers) -> None:

@@ -7,11 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-__all__ = ["BERT", "HEADS", "WIDTH", "bert", "bert_tensors", "llama", "write"]
+from qkv.errors import InvalidContent
+from qkv.jobs.loaded.checkpoint_loader import load_checkpoints
+from qkv.jobs.loaded.loaded_layers import LoadedLayers
 
+__all__ = [
+    "BERT", "BYTES", "GEMMA", "HEADS", "LLAMA", "WIDTH", "bert", "bert_tensors", "llama",
+    "llama_tensors", "load", "problem_of", "write",
+]  # fmt: skip
+
+BYTES: Final = 1 << 30
 WIDTH: Final = 16
 HEADS: Final = 4
 BERT: Final = {"model_type": "bert", "hidden_size": WIDTH, "num_attention_heads": HEADS}
@@ -76,3 +85,22 @@ def bert(folder: Path, layers: int = 2, dtype: torch.dtype = torch.float32) -> P
 def llama(folder: Path, config: Mapping[str, Any] = LLAMA) -> Path:
     """Writes a Llama, or another model with its tensors; returns its folder."""
     return write(folder, llama_tensors(), config)
+
+
+def load(path: Path, max_bytes: int = BYTES) -> LoadedLayers:
+    """Loads one checkpoint, which must have no problem."""
+    return load_checkpoints({"small": path}, max_bytes, is_strict=True)
+
+
+def problem_of(path: Path, max_bytes: int = BYTES) -> str:
+    """Returns the problem of a checkpoint beside another one, which is loaded all the same."""
+    good = bert(path.parent / "good")
+    loaded = load_checkpoints({"bad": path, "good": good}, max_bytes)
+    bad, other = loaded.checkpoints
+    assert not bad.layers
+    assert len(other.layers) == 2
+    assert bad.problem is not None
+    assert "\n" not in bad.problem
+    with pytest.raises(InvalidContent, match="checkpoint bad: "):
+        load_checkpoints({"bad": path, "good": good}, max_bytes, is_strict=True)
+    return bad.problem

@@ -78,7 +78,7 @@ def main() -> None:
     "--preload",
     is_flag=True,
     default=None,
-    help="A GPU gets all layers of the checkpoints at the start.  [env var: QKV_PRELOAD]",
+    help="At the start, a GPU gets as many layers as fit.  [env var: QKV_PRELOAD]",
 )
 @click.option(
     "--strict-checkpoints",

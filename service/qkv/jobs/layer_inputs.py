@@ -126,7 +126,7 @@ def _changed(layer: Layer, changes: Mapping[str, object]) -> Layer:
             pointer=pointer_to("layer", "qk_norm"),
         )
     has_heads = (options.heads, options.kv_heads) == (layer.options.heads, layer.options.kv_heads)
-    if layer.loaded.has_fixed_heads and not has_heads:
+    if layer.layout.needs_heads and not has_heads:
         raise InvalidContent(
             f"layer.heads is invalid: got {options.heads} and kv_heads {options.kv_heads}, "
             f"expected {layer.options.heads} and {layer.options.kv_heads}, because the layout "

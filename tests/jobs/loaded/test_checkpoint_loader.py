@@ -1,4 +1,4 @@
-"""Loading of checkpoints: what is read, what is asked for, and what a wrong file does."""
+"""Loading of checkpoints: what is read, and what a wrong file does."""
 
 from __future__ import annotations
 
@@ -15,32 +15,20 @@ from safetensors.torch import save_file
 
 from qkv.errors import InvalidContent
 from qkv.jobs.loaded.checkpoint_loader import load_checkpoints
-from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.wire.checkpoint.tensor_file import TensorFile
 from support import small_checkpoints
 from support.checkpoints import write_raw
-from support.small_checkpoints import BERT, GEMMA, HEADS, LLAMA, WIDTH, bert_tensors, llama_tensors
-
-BYTES = 1 << 30
-
-
-def load(path: Path, max_bytes: int = BYTES) -> LoadedLayers:
-    """Loads one checkpoint, which must have no problem."""
-    return load_checkpoints({"small": path}, max_bytes, is_strict=True)
-
-
-def problem_of(path: Path, max_bytes: int = BYTES) -> str:
-    """Returns the problem of a checkpoint beside another one, which is loaded all the same."""
-    good = small_checkpoints.bert(path.parent / "good")
-    loaded = load_checkpoints({"bad": path, "good": good}, max_bytes)
-    bad, other = loaded.checkpoints
-    assert not bad.layers
-    assert len(other.layers) == 2
-    assert bad.problem is not None
-    assert "\n" not in bad.problem
-    with pytest.raises(InvalidContent, match="checkpoint bad: "):
-        load_checkpoints({"bad": path, "good": good}, max_bytes, is_strict=True)
-    return bad.problem
+from support.small_checkpoints import (
+    BERT,
+    BYTES,
+    HEADS,
+    LLAMA,
+    WIDTH,
+    bert_tensors,
+    llama_tensors,
+    load,
+    problem_of,
+)
 
 
 def test_layers_are_named_by_the_path_of_their_block(tmp_path: Path) -> None:
@@ -66,33 +54,6 @@ def test_two_layers_of_a_block_have_their_whole_paths(tmp_path: Path) -> None:
     assert sorted(loaded.names) == sorted(names)
     own, cross = (loaded.describe(name)["parameters"] for name in names)
     assert (own, cross) == ({"causal": True}, {})
-
-
-@pytest.mark.parametrize(
-    "config", [BERT | {"is_decoder": True}, BERT | {"architectures": ["XLMHead"]}]
-)
-def test_cross_attention_of_a_decoder_is_not_causal(tmp_path: Path, config: Any) -> None:
-    cross = {n.replace("attention", "crossattention"): t for n, t in bert_tensors().items()}
-    loaded = load(small_checkpoints.write(tmp_path / "b", bert_tensors() | cross, config))
-    own, other = (f"small.encoder.layer.1.{kind}" for kind in ("attention", "crossattention"))
-    assert loaded.describe(own)["parameters"] == {"causal": True}
-    assert loaded.describe(other)["parameters"] == {}
-
-
-def test_configuration_gives_positions_norms_and_parameters(tmp_path: Path) -> None:
-    loaded = load(small_checkpoints.llama(tmp_path / "gemma", GEMMA))
-    first, second = (loaded.describe(name) for name in loaded.names)
-    assert (first["heads"], first["kv_heads"]) == (HEADS, 2)
-    assert first["rope"]["base"] == 100.0
-    shared = {"causal": True, "scale": 9**-0.5, "softcap": 2.0}
-    assert first["parameters"] == shared
-    assert second["parameters"] == shared | {"window": [2, 0]}
-    assert first["inputs"] == ["attention", "residual"]
-    norm = loaded["small.model.layers.0"].loaded
-    assert norm is not None
-    assert norm.norm is not None
-    assert (norm.norm.numbers.eps, norm.norm.numbers.offset) == (1e-5, 1)
-    assert not norm.norm.is_centered
 
 
 def test_weights_are_dense_aligned_and_shared_with_forks(tmp_path: Path) -> None:
@@ -126,175 +87,6 @@ def test_index_of_several_files_is_one_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BERT))
     for path in (index, tmp_path):
         assert len(load(path).names) == 2
-
-
-def test_file_beside_the_tensors_gives_what_is_not_known(tmp_path: Path) -> None:
-    path = tmp_path / "mine.safetensors"
-    save_file(llama_tensors(), path)
-    own = tmp_path / "mine.toml"
-    expected = {
-        "": ("model.layers.0.self_attn: the number of heads is not known", "write heads = 12"),
-        "heads = 4\n": ("the positions are not known", 'positions = "none"'),
-        'heads = 4\npositions = "rotary"\n': ("the rotary embedding is not known", "write rope"),
-    }
-    for text, (reason, asked) in expected.items():
-        own.write_text(text)
-        problem = problem_of(path)
-        assert reason in problem
-        assert f"{asked}" in problem
-        assert problem.endswith(' below [layers."model.layers"] into mine.toml')
-    own.write_text(
-        'heads = 4\ncausal = true\n[rope]\nbase = 50.0\n[layers."model.layers.1"]\nwindow = [1, 0]'
-    )
-    first, second = (load(path).describe(f"small.model.layers.{i}") for i in range(2))
-    assert first["rope"]["base"] == 50.0
-    assert first["parameters"] == {"causal": True}
-    assert second["parameters"] == {"causal": True, "window": [1, 0]}
-
-
-TOWERS = {
-    "model_type": "gemma3",
-    "text_config": LLAMA | {"model_type": "gemma3_text"},
-    "vision_config": BERT | {"model_type": "siglip_vision_model"},
-}
-
-
-def two_towers() -> dict[str, torch.Tensor]:
-    """Returns a model of text, whose positions are known, and one of images."""
-    vision = {
-        n.replace("model.", "vision_tower.encoder.").replace("o_proj", "out_proj"): tensor
-        for n, tensor in llama_tensors().items()
-        if "layernorm" not in n
-    }
-    rows = {n: torch.randn(WIDTH, WIDTH) for n in vision}
-    return rows | {n.replace("model.", "language_model."): t for n, t in llama_tensors().items()}
-
-
-def test_line_that_is_asked_for_leaves_the_other_layers_as_they_are(tmp_path: Path) -> None:
-    folder = small_checkpoints.write(tmp_path / "two", two_towers(), TOWERS)
-    problem = problem_of(folder)
-    line = 'positions = "none"'
-    assert f"write {line}" in problem
-    table = '[layers."vision_tower.encoder.layers"]'
-    assert f" below {table} into qkv.toml" in problem
-    described = []
-    for toml in (f"{table}\n{line}", line):  # at the top, it is what config.json leaves open
-        (folder / "qkv.toml").write_text(toml)
-        loaded = load(folder)
-        described.append([loaded.describe(name) for name in loaded.names])
-    assert described[0] == described[1]
-    ropes = {layer["name"]: layer["rope"] for layer in described[0]}
-    assert ropes["small.language_model.layers.1"] is not None
-    assert ropes["small.vision_tower.encoder.layers.1"] is None
-
-
-def test_table_replaces_positions_of_the_configuration(tmp_path: Path) -> None:
-    toml = '[layers.model]\npositions = "alibi"\n[layers."model.layers.1"]\npositions = "none"'
-    loaded = load(small_checkpoints.write(tmp_path / "a", llama_tensors(), LLAMA, toml))
-    first, second = (loaded.describe(name) for name in loaded.names)
-    assert (first["rope"], first["alibi"]) == (None, True)
-    assert (second["rope"], second["alibi"]) == (None, False)
-
-
-@pytest.mark.parametrize(
-    ("toml", "expected"),
-    [
-        ('[layers."model.layer"]\nheads = 4', '[layers."model.layer"] is used by no layer'),
-        ('[layers."model.layers.2"]\nheads = 4', '[layers."model.layers.2"] is used by no layer'),
-        ('positions = "none"', "positions is used by no layer: expected a table of layers"),
-        ('prefix = "model"', "unknown field 'prefix'; known are layout, heads"),
-        ('[layers.model]\ninput = "residual"', "unknown field 'input'; known are layout, heads"),
-        ("layers = {model = 3}", "layers is wrong: expected tables"),
-        ('input_norm = {module = "norm9", kind = "rms", eps = 1e-5}',
-         "got no tensor model.layers.0.norm9.weight, expected the name of a module"),
-    ],
-)  # fmt: skip
-def test_line_of_the_file_that_has_no_effect_is_a_problem(
-    tmp_path: Path, toml: str, expected: str
-) -> None:
-    folder = small_checkpoints.write(tmp_path / "bad", llama_tensors(), LLAMA, toml)
-    assert expected in problem_of(folder)
-
-
-def test_example_of_a_layout_is_one_that_fits(tmp_path: Path) -> None:
-    tensors = {
-        n.replace("self.query", "query_key_value").replace("output.", ""): t
-        for n, t in bert_tensors().items()
-        if "self.key" not in n and "self.value" not in n
-    }
-    config = {"num_attention_heads": 2, "hidden_size": WIDTH}
-    tensors = {n.replace("attention.", "self_attention."): t for n, t in tensors.items()}
-    tensors = {
-        n: torch.randn(3 * WIDTH, *t.shape[1:]) if "query" in n else t for n, t in tensors.items()
-    }
-    problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors, config))
-    assert 'names and shapes fit bloom, falcon; write layout = "bloom" below ' in problem
-
-
-def test_norm_of_the_file_beside_the_tensors(tmp_path: Path) -> None:
-    toml = 'input_norm = {module = "input_layernorm", kind = "layer", eps = 0.5}\n'
-    folder = small_checkpoints.write(tmp_path / "a", llama_tensors(), LLAMA, toml)
-    loaded = load(folder)["small.model.layers.0"].loaded
-    assert loaded is not None
-    assert loaded.norm is not None
-    assert loaded.norm.is_centered
-    assert loaded.norm.numbers.eps == 0.5
-
-
-def test_model_of_an_unknown_type_is_asked_for_what_changes_its_scores(tmp_path: Path) -> None:
-    config = LLAMA | {"model_type": "mine", "sliding_window": 4, "attn_logit_softcapping": 30.0}
-    given = ""
-    asked = {
-        "positions": 'positions = "none"\n',
-        "window": "window = [3, 0]\n",
-        "softcap": "softcap = false\n",
-    }
-    for field, line in asked.items():
-        folder = small_checkpoints.write(tmp_path / "m", llama_tensors(), config, given)
-        assert f"write {field} = " in problem_of(folder)
-        given += line
-    loaded = load(small_checkpoints.write(tmp_path / "m", llama_tensors(), config, given))
-    assert loaded.describe("small.model.layers.0")["parameters"] == {"window": [3, 0]}
-    assert loaded.describe("small.model.layers.0")["rope"] is None
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (BERT | {"num_attention_heads": 5}, "heads"),
-        (BERT | {"num_attention_heads": 0}, "heads"),
-        (BERT | {"hidden_size": 99}, "belongs to another model"),
-        (BERT | {"clip_qkv": 8.0}, "clip_qkv is not supported"),
-        (BERT | {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
-        (BERT | {"model_type": "llama", "rope_theta": -1.0}, "rope"),
-        ({"model_type": "bert"}, "the number of heads is not known"),
-        ([1, 2], "expected an object"),
-        ({"model_type": ["x"], "num_attention_heads": HEADS}, "positions"),
-        (BERT | {"model_type": "gpt_neo", "attention_types": [[None, 3]]}, "cannot be read"),
-    ],
-)
-def test_wrong_configuration_is_a_problem(tmp_path: Path, config: Any, expected: str) -> None:
-    folder = small_checkpoints.write(tmp_path / "bad", bert_tensors(), config)
-    if config != {} and isinstance(config, dict) and config.get("model_type") == ["x"]:
-        (folder / "model.safetensors").unlink()
-        save_file(llama_tensors(), folder / "model.safetensors")
-    assert expected in problem_of(folder)
-
-
-@pytest.mark.parametrize("text", ["{", "", "[" * 100_000, '{"a": NaN}', '{"a": 1, "a": 2}'])
-def test_damaged_configuration_is_a_problem(tmp_path: Path, text: str) -> None:
-    folder = small_checkpoints.bert(tmp_path / "bad")
-    (folder / "config.json").write_text(text)
-    assert "config.json: " in problem_of(folder)
-
-
-@pytest.mark.parametrize(
-    "text", ["heads = ", "heads = -1", "other = 1", "layers = 1\nheads = 4", "scale = -1.0"]
-)
-def test_damaged_file_beside_the_tensors_is_a_problem(tmp_path: Path, text: str) -> None:
-    folder = small_checkpoints.bert(tmp_path / "bad")
-    (folder / "qkv.toml").write_text(text)
-    assert "qkv.toml: " in problem_of(folder)
 
 
 def entry(first: int, last: int, shape: Any = (4,), code: str = "F32") -> dict[str, Any]:
@@ -335,6 +127,31 @@ def test_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     assert "it is no regular file" in problem_of(tmp_path / "pipe.safetensors")
     (tmp_path / "empty").mkdir()
     assert "a directory without a .safetensors file" in problem_of(tmp_path / "empty")
+    assert "File name too long" in problem_of(tmp_path / ("a" * 300))
+
+
+def test_pipe_beside_the_tensors_is_a_problem(tmp_path: Path) -> None:
+    """To open it would wait for a writer for ever."""
+    for name in ("model.safetensors.index.json", "config.json", "qkv.toml"):
+        folder = small_checkpoints.bert(tmp_path / name)
+        (folder / name).unlink(missing_ok=True)
+        if name.startswith("model"):
+            (folder / "model.safetensors").unlink()
+        os.mkfifo(folder / name)
+        assert problem_of(folder) == f"{name} is no regular file"
+
+
+def test_index_that_is_too_long_is_a_problem(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.touch()
+    os.truncate(path, 1 << 30)
+    assert "is too long: expected at most 33554432 bytes" in problem_of(path)
+
+
+def test_name_that_is_too_long_is_a_problem(tmp_path: Path) -> None:
+    header = {"q_proj." * 147: entry(0, 16)}
+    path = write_raw(tmp_path / "bad.safetensors", header, b"\0" * 16)
+    assert "is too long: got 1029 characters, expected at most 1024" in problem_of(path)
 
 
 def test_problem_has_no_path_of_the_machine(

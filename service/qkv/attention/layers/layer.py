@@ -17,7 +17,7 @@ from qkv.attention.layers.layout_catalogue import Layout, RotaryOrder
 from qkv.attention.layers.sent_tensors import Heads, KnownTensors
 from qkv.errors import InvalidContent
 
-__all__ = ["FREQUENCIES", "SLOPES", "Layer", "Loaded"]
+__all__ = ["FREQUENCIES", "SLOPES", "Layer", "LoadedProperties"]
 
 FREQUENCIES = "rope.frequencies"
 """The name of the rotary frequencies among the arrays of a layer."""
@@ -25,21 +25,18 @@ SLOPES = "alibi_slopes"
 """An input of the variant that a layer with ALiBi gives."""
 
 
-class Loaded(NamedTuple):
+class LoadedProperties(NamedTuple):
     """The properties of a layer that the operator loaded from a checkpoint.
 
     Attributes:
         name: of the layer in requests.
         parameters: of a variant, as the checkpoint's configuration has them.
         norm: in front of the attention; None: there is none, or it is not known.
-        has_fixed_heads: True if the layout keeps the tensors of a head together, so that other
-            numbers of heads would be other weights.
     """
 
     name: str
     parameters: Mapping[str, Any]
     norm: InputNorm | None
-    has_fixed_heads: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,12 +61,17 @@ class Layer:
     weights: Weights
     ignored: tuple[str, ...]
     pointer: str = "/layer"
-    loaded: Loaded | None = None
+    loaded: LoadedProperties | None = None
 
     @property
     def dtype(self) -> str:
         """The dtype of the weights."""
         return str(self.weights["query.weight"].dtype.name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(array.nbytes for array in self.weights.values())
 
     @property
     def has_heads(self) -> bool:

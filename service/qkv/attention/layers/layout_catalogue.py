@@ -56,6 +56,8 @@ class Layout:
             layout has no rule.
         alibi: True if the layout's models may add ALiBi's biases to the scores; "scaled" if they
             add them before the scores are scaled.
+        needs_heads: True if it keeps the tensors of a head together, so that other numbers of heads
+            would be other weights.
         parent: the name of the module that contains the layer in the layout's models, where it
             tells the layout from others.
     """
@@ -69,6 +71,7 @@ class Layout:
     is_grouped: bool
     rotary_order: RotaryOrder | None
     alibi: bool | Literal["scaled"]
+    needs_heads: bool
     parent: str | None
 
     @classmethod
@@ -84,6 +87,7 @@ class Layout:
             getattr(module, "IS_GROUPED", True),
             getattr(module, "ROTARY_ORDER", None),
             getattr(module, "ALIBI", False),
+            getattr(module, "NEEDS_HEADS", False),
             getattr(module, "PARENT", None),
         )
 

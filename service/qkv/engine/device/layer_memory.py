@@ -56,7 +56,7 @@ class LayerMemory:
             if (entry := self._held.get(name)) is not None:
                 self._held.move_to_end(name)
                 return entry[0]
-            size = sum(array.nbytes for array in layer.weights.values())
+            size = layer.nbytes
             while self._held and self.held_bytes + size > self._max_bytes:
                 self._drop_oldest()
             with torch.inference_mode():
@@ -67,8 +67,14 @@ class LayerMemory:
         return weights
 
     def preload(self, layers: Iterable[Layer]) -> None:
-        """Copies layers to the device, as long as they fit."""
+        """Copies layers to the device, as long as they fit: none makes room for another one."""
         for layer in layers:
+            if self.held_bytes + layer.nbytes > self._max_bytes:
+                _log.warning(
+                    "the device gets %d layers before the first request: the next one exceeds "
+                    "QKV_MAX_DEVICE_LAYER_BYTES", len(self._held),
+                )  # fmt: skip
+                return
             try:
                 self.weights_of(layer)
             except Exception:  # a request that names the layer gets the error

@@ -20,12 +20,12 @@ import numpy as np
 from qkv.attention import catalogue
 from qkv.attention.layers import layout_catalogue
 from qkv.attention.layers.input_norm import NORM_BIAS, NORM_WEIGHT
-from qkv.attention.layers.layer import Layer, Loaded
+from qkv.attention.layers.layer import Layer, LoadedProperties
+from qkv.attention.layers.layer_checks import check_numbers
 from qkv.attention.layers.layer_reader import read_layer
 from qkv.attention.layers.layer_sizes import sizes_of
 from qkv.attention.layers.layer_weights import Array, Weights, hollow
-from qkv.attention.layers.layout_catalogue import FoundLayer, Layout
-from qkv.attention.layers.sent_tensors import Heads, SentTensors
+from qkv.attention.layers.layout_catalogue import FoundLayer
 from qkv.errors import InvalidContent, QkvError
 from qkv.jobs.buffer_layout import ALIGNMENT
 from qkv.jobs.loaded.layer_settings import LayerSettings, ModelFiles
@@ -74,8 +74,8 @@ def load_checkpoints(
             _log.error("checkpoint %s is not served: %s", name, problem)
             if is_strict:
                 raise InvalidContent(f"checkpoint {name}: {problem}") from None
-            folder = f"{path if path.is_dir() else path.parent}/"
-            problem = problem.replace(folder, "").replace(str(path), path.name)
+            for folder in (path, path.parent):
+                problem = problem.replace(f"{folder}/", "")
             loaded.append(LoadedCheckpoint(name, {}, problem))
     return LoadedLayers(loaded)
 
@@ -96,14 +96,12 @@ class _Part(NamedTuple):
 
     Attributes:
         name: in requests.
-        found: its names and shapes.
         settings: what is known of it.
         layer: the same layer without numbers.
         norm: the name of the module of the norm in front of it; None: there is none.
     """
 
     name: str
-    found: FoundLayer
     settings: LayerSettings
     layer: Layer
     norm: str | None
@@ -179,11 +177,12 @@ class _Loader:
             layer = self._without_numbers(found, settings, names)
             norm = self._norm(block, settings)
             if norm is not None:
-                layer = replace(layer, weights={**layer.weights, **self._norm_weights(norm)})
+                norm_weights = self._norm_weights(norm, len(layer.weights["query.weight"]))
+                layer = replace(layer, weights={**layer.weights, **norm_weights})
         except QkvError as error:
             error.detail = f"{path}: {error.detail}"
             raise
-        return _Part(f"{self._name}.{place}".rstrip("."), found, settings, layer, norm)
+        return _Part(f"{self._name}.{place}".rstrip("."), settings, layer, norm)
 
     def _without_numbers(
         self, found: FoundLayer, settings: LayerSettings, names: Sequence[str]
@@ -234,50 +233,48 @@ class _Loader:
             )
         return norm
 
-    def _norm_weights(self, norm: str) -> dict[str, Array]:
-        """Returns the weights of a norm without numbers."""
-        weights = {}
-        for weight, name in _norm_tensors(norm).items():
-            if name in self._shapes:
-                self._check_dtype(name)
-                dtype = DTYPES[self._checkpoint.dtype(name)]
-                weights[weight] = hollow(dtype, self._shapes[name])
-        return weights
-
-    def _read(self, part: _Part, memory: _Memory) -> Layer:
-        """Returns a layer with its numbers."""
-        tensors = {name: self._checkpoint.read(name).numpy() for name in part.layer.tensors}
-        layer = read_layer(part.layer.options, tensors)
-        weights = {**layer.weights, **self._read_norm(part, layer)}
-        loaded = Loaded(
-            part.name,
-            part.settings.parameters,
-            None if part.norm is None else part.settings.norm,
-            _has_fixed_heads(layer.layout, part.found),
-        )
-        placed = {name: memory.place(array) for name, array in weights.items()}
-        return replace(layer, tensors={}, weights=placed, ignored=(), loaded=loaded)
-
-    def _read_norm(self, part: _Part, layer: Layer) -> Weights:
-        """Returns the weights of the norm in front of a layer.
+    def _norm_weights(self, norm: str, width: int) -> dict[str, Array]:
+        """Returns the weights of a norm without numbers, whose dtype may differ from the layer's.
 
         Raises:
-            InvalidContent: they do not fit it.
+            InvalidContent: they do not fit embeddings of this width.
         """
-        if part.norm is None:
-            return {}
-        weights, expected = {}, (len(layer.weights["query.weight"]),)
-        for weight, name in _norm_tensors(part.norm).items():
-            if name not in self._shapes:
-                continue
-            array = self._checkpoint.read(name).numpy()
-            if array.dtype.name != layer.dtype or array.shape != expected:
+        weights = {}
+        for weight, name in self._norm_tensors(norm).items():
+            self._check_dtype(name)
+            if (shape := self._shapes[name]) != (width,):
                 raise InvalidContent(
-                    f"{name} is wrong: got {array.dtype} of shape {list(array.shape)}, expected "
-                    f"{layer.dtype} of shape {list(expected)}"
+                    f"{name:.300} has the wrong shape: got {list(shape)}, expected {[width]}"
                 )
-            weights[weight] = array
+            weights[weight] = hollow(DTYPES[self._checkpoint.dtype(name)], shape)
         return weights
+
+    def _norm_tensors(self, norm: str) -> dict[str, str]:
+        """Returns the names of the tensors of a norm by those of the weights."""
+        names = {NORM_WEIGHT: f"{norm}.weight", NORM_BIAS: f"{norm}.bias"}
+        return {weight: name for weight, name in names.items() if name in self._shapes}
+
+    def _read(self, part: _Part, memory: _Memory) -> Layer:
+        """Returns a layer with its numbers.
+
+        Raises:
+            InvalidContent: a matrix is all zeros.
+        """
+        read = {name: self._checkpoint.read(name).numpy() for name in part.layer.tensors}
+        layer = part.layer.with_numbers(read)
+        check_numbers(layer)
+        weights = dict(layer.weights)
+        if part.norm is not None:
+            for weight, name in self._norm_tensors(part.norm).items():
+                weights[weight] = self._checkpoint.read(name).numpy()
+        norm = None if part.norm is None else part.settings.norm
+        return replace(
+            layer,
+            tensors={},
+            weights={name: memory.place(array) for name, array in weights.items()},
+            ignored=(),
+            loaded=LoadedProperties(part.name, part.settings.parameters, norm),
+        )
 
 
 class _Memory:
@@ -316,20 +313,6 @@ def _names_below(prefixes: Iterable[str], names: Iterable[str]) -> dict[str, lis
         if prefix in below:
             below[prefix].append(name)
     return below
-
-
-def _norm_tensors(norm: str) -> dict[str, str]:
-    return {NORM_WEIGHT: f"{norm}.weight", NORM_BIAS: f"{norm}.bias"}
-
-
-def _has_fixed_heads(layout: Layout, found: FoundLayer) -> bool:
-    """Returns True if a layout needs the number of heads to read its tensors."""
-    arrays = {n: hollow(np.dtype(np.float32), s) for n, s in found.shapes.items() if len(s) <= 2}
-    try:
-        layout.read(SentTensors(arrays, "", "", layout.spellings, Heads()))
-    except InvalidContent as error:
-        return error.pointer == "/heads"
-    return False
 
 
 def _size(weights: Weights) -> int:

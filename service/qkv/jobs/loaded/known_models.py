@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-__all__ = ["KNOWN", "Config", "KnownModel", "Positions", "slides", "turns", "window_of_neo"]
+__all__ = ["KNOWN", "Config", "KnownModel", "Positions", "has_rope", "has_window", "window_of_neo"]
 
 Config = Mapping[str, Any]
 """A configuration: the object of `config.json`, or the part of it that belongs to a layer."""
@@ -33,9 +33,10 @@ class KnownModel:
         local_base: the same in layers with a window; None: the same base.
         share: of a head's channels that turn, if the configuration has none.
         dims: the number of channels that turn, if the configuration has none.
-        slides: tells whether a layer has the window, if the configuration does not; None: all have.
+        has_window: tells whether a layer has the window, if the configuration does not; None: all
+            have it.
         is_window_optional: the window needs `use_sliding_window`.
-        turns: tells whether a layer has the rotary embedding; None: all have.
+        has_rope: tells whether a layer has the rotary embedding; None: all have it.
         norm_offset: added to the weights of its norms.
         layout: of its attention, where names and shapes fit several.
     """
@@ -47,14 +48,14 @@ class KnownModel:
     local_base: float | None = None
     share: float | None = None
     dims: int | None = None
-    slides: _OfLayer | None = None
+    has_window: _OfLayer | None = None
     is_window_optional: bool = False
-    turns: _OfLayer | None = None
+    has_rope: _OfLayer | None = None
     norm_offset: Literal[0, 1] = 0
     layout: str | None = None
 
 
-def slides(config: Config, known: KnownModel, index: int | None) -> bool:
+def has_window(config: Config, known: KnownModel, index: int | None) -> bool:
     """Returns True if a layer has the window of the configuration.
 
     Args:
@@ -69,12 +70,12 @@ def slides(config: Config, known: KnownModel, index: int | None) -> bool:
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and index is not None and index < len(kinds):
         return bool(kinds[index] == "sliding_attention")
-    return known.slides is None or (index is not None and known.slides(config, index))
+    return known.has_window is None or (index is not None and known.has_window(config, index))
 
 
-def turns(config: Config, known: KnownModel, index: int | None) -> bool:
+def has_rope(config: Config, known: KnownModel, index: int | None) -> bool:
     """Returns True if a layer of a rotary model has the rotary embedding."""
-    return known.turns is None or index is None or known.turns(config, index)
+    return known.has_rope is None or index is None or known.has_rope(config, index)
 
 
 def window_of_neo(config: Config, index: int | None) -> int | None:
@@ -97,30 +98,30 @@ def _kind_in_neo(config: Config, index: int) -> object:
 
 
 def _all_but_each(interval: int) -> _OfLayer:
-    def slides(config: Config, index: int) -> bool:
+    def has_window(config: Config, index: int) -> bool:
         return bool((index + 1) % config.get("sliding_window_pattern", interval) != 0)
 
-    return slides
+    return has_window
 
 
-def _late(config: Config, index: int) -> bool:
+def _is_late(config: Config, index: int) -> bool:
     return bool(index >= config.get("max_window_layers", 28))
 
 
-def _early(config: Config, index: int) -> bool:
-    return index % 2 == 0 and not _late(config, index)
+def _is_early(config: Config, index: int) -> bool:
+    return index % 2 == 0 and not _is_late(config, index)
 
 
-def _turns_in_smollm(config: Config, index: int) -> bool:
+def _has_rope_in_smollm(config: Config, index: int) -> bool:
     listed = config.get("no_rope_layers")  # 1: the layer has the embedding
     if isinstance(listed, list) and index < len(listed):
         return bool(listed[index])
     return bool((index + 1) % config.get("no_rope_layer_interval", 4) != 0)
 
 
-def _turns_in_cohere(config: Config, index: int) -> bool:
+def _has_rope_in_cohere(config: Config, index: int) -> bool:
     """Returns True in layers with a window, which alone have positions."""
-    return slides(config, _COHERE2, index)
+    return has_window(config, _COHERE2, index)
 
 
 _ENCODER: Final = KnownModel("none")
@@ -128,15 +129,15 @@ _DECODER: Final = KnownModel("none", causal=True)
 _ROTARY: Final = KnownModel("rotary", causal=True)
 _INTERLEAVED: Final = replace(_ROTARY, order="interleaved")
 _GEMMA: Final = replace(_ROTARY, norm_offset=1)
-_GEMMA3: Final = replace(_GEMMA, base=1e6, local_base=1e4, slides=_all_but_each(6))
+_GEMMA3: Final = replace(_GEMMA, base=1e6, local_base=1e4, has_window=_all_but_each(6))
 _QWEN: Final = replace(_ROTARY, is_window_optional=True)
 _SMOLLM: Final = replace(
     _QWEN,
     base=2e6,
-    slides=lambda config, index: not _turns_in_smollm(config, index),
-    turns=_turns_in_smollm,
+    has_window=lambda config, index: not _has_rope_in_smollm(config, index),
+    has_rope=_has_rope_in_smollm,
 )
-_COHERE2: Final = replace(_INTERLEAVED, slides=_all_but_each(4))
+_COHERE2: Final = replace(_INTERLEAVED, has_window=_all_but_each(4))
 _ENCODERS: Final = (
     "albert bert camembert clip_vision_model deit distilbert electra roberta vit xlm_roberta"
 )
@@ -152,16 +153,16 @@ KNOWN: Final[Mapping[str, KnownModel]] = {
     "phi": replace(_ROTARY, share=0.5),
     "gpt_neox": replace(_ROTARY, share=0.25, layout="neox"),
     "stablelm": replace(_ROTARY, share=0.25),
-    **dict.fromkeys(("qwen2", "qwen3"), replace(_QWEN, slides=_late)),
-    "qwen2_moe": replace(_QWEN, slides=_early),
+    **dict.fromkeys(("qwen2", "qwen3"), replace(_QWEN, has_window=_is_late)),
+    "qwen2_moe": replace(_QWEN, has_window=_is_early),
     "qwen3_moe": _QWEN,
     "gemma": _GEMMA,
-    "gemma2": replace(_GEMMA, slides=_all_but_each(2)),
+    "gemma2": replace(_GEMMA, has_window=_all_but_each(2)),
     **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA3),
-    "gpt_oss": replace(_ROTARY, base=150000, slides=_all_but_each(2)),
+    "gpt_oss": replace(_ROTARY, base=150000, has_window=_all_but_each(2)),
     "smollm3": _SMOLLM,
     "cohere": replace(_INTERLEAVED, base=500000),
-    "cohere2": replace(_COHERE2, turns=_turns_in_cohere),
+    "cohere2": replace(_COHERE2, has_rope=_has_rope_in_cohere),
     **dict.fromkeys(("glm", "glm4"), replace(_INTERLEAVED, share=0.5)),
     **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), replace(_INTERLEAVED, base=500000)),
     "gptj": replace(_INTERLEAVED, dims=64),

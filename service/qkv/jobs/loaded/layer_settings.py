@@ -14,13 +14,15 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import pydantic
 
+from qkv.attention import catalogue
 from qkv.attention.layers.input_norm import InputNorm
 from qkv.attention.layers.layer_options import NESTED_FIELDS, LayerOptions
 from qkv.attention.layers.layout_catalogue import Layout
 from qkv.attention.layers.qk_norm import QKNorm
-from qkv.errors import InvalidContent
+from qkv.errors import InvalidContent, format_value
 from qkv.jobs.fields import field_error
 from qkv.jobs.loaded.model_config import LayerConfig, read_config
+from qkv.wire.checkpoint.checkpoint import read_document
 from qkv.wire.plain_json import load_names
 
 __all__ = ["LayerSettings", "ModelFiles", "NormFields"]
@@ -88,13 +90,8 @@ class ModelFiles:
     def __init__(self, source: Path) -> None:
         folder = source if source.is_dir() else source.parent
         self._toml_path = folder / "qkv.toml" if source.is_dir() else source.with_suffix(".toml")
-        config, toml = _read(folder / "config.json"), _read(self._toml_path)
-        self._config: Mapping[str, Any] | None = None
-        if config is not None:
-            self._config = _parsed(folder / "config.json", lambda: load_names(config))
-        self._toml: dict[str, Any] = {}
-        if toml is not None:
-            self._toml = _parsed(self._toml_path, lambda: tomllib.loads(toml.decode()))
+        self._config = _read(folder / "config.json", load_names)
+        self._toml = _read(self._toml_path, lambda text: tomllib.loads(text.decode())) or {}
         tables = self._toml.pop("layers", {})
         if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
             raise InvalidContent(f"{self._toml_path}: layers is wrong: expected tables of layers")
@@ -138,6 +135,7 @@ class ModelFiles:
         parameters = dict(config.parameters)
         parameters |= {name: given[name] for name in _PARAMETERS if name in given}
         parameters = {name: value for name, value in parameters.items() if value is not False}
+        _check_parameters(parameters)
         norm, module = _norm_of(config, file_fields)
         try:
             options = LayerOptions.model_validate({**fields, "layout": layout.name})
@@ -236,26 +234,30 @@ def _norm_of(config: LayerConfig, file_fields: _FileFields) -> tuple[InputNorm |
     if (given := file_fields.input_norm) is not None:
         numbers = QKNorm(eps=given.eps, offset=given.offset)
         return InputNorm(numbers, given.kind == "layer"), given.module
-    if config.norm is None:
-        return None, None
-    numbers = QKNorm(eps=config.norm["eps"], offset=config.norm["offset"])
-    return InputNorm(numbers, config.norm["is_centered"]), None
+    return config.norm, None
 
 
-def _read(path: Path) -> bytes | None:
-    """Returns the bytes of a file; None if there is none."""
-    if not path.is_file():
+def _check_parameters(parameters: Mapping[str, Any]) -> None:
+    """Checks parameters as a request for softmax would, which has all that a model may give.
+
+    Raises:
+        InvalidContent: one is wrong.
+    """
+    parsed = catalogue.find("softmax").parse(parameters)
+    for name, value in parameters.items():
+        read = getattr(parsed, name)
+        if value != (list(read) if isinstance(read, tuple) else read):  # JSON has no inf
+            raise InvalidContent(
+                f"parameter {name!r} is invalid: got {format_value(value)}, expected finite numbers"
+            )
+
+
+def _read(path: Path, parse: Callable[[bytes], object]) -> dict[str, Any] | None:
+    """Returns the object in a file; None if there is none."""
+    if not path.exists():
         return None
-    with path.open("rb") as file:
-        text = file.read(_MAX_BYTES + 1)
-    if len(text) > _MAX_BYTES:
-        raise InvalidContent(f"{path} is too long: expected at most {_MAX_BYTES} bytes")
-    return text
-
-
-def _parsed(path: Path, parse: Callable[[], object]) -> dict[str, Any]:
     try:
-        document = parse()
+        document = parse(read_document(path, _MAX_BYTES))
     except (ValueError, RecursionError) as error:
         raise InvalidContent(f"{path}: {error}") from None
     if not isinstance(document, dict):

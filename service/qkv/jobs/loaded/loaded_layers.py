@@ -9,7 +9,7 @@ from typing import Any, Final
 from qkv.attention.layers.layer import Layer
 from qkv.errors import InvalidContent, NotFound, format_value
 
-__all__ = ["NO_LAYERS", "LoadedCheckpoint", "LoadedLayers", "describe"]
+__all__ = ["NO_LAYERS", "LoadedCheckpoint", "LoadedLayers"]
 
 _LISTED: Final = 8  # names in an error
 
@@ -31,7 +31,7 @@ class LoadedCheckpoint:
     @property
     def bytes(self) -> int:
         """Bytes of the weights."""
-        return sum(map(layer_bytes, self.layers.values()))
+        return sum(layer.nbytes for layer in self.layers.values())
 
 
 class LoadedLayers:
@@ -82,7 +82,29 @@ class LoadedLayers:
             raise NotFound(
                 f"no layer {name!r:.200}: got an unknown name, expected {self._listing()}"
             )
-        return describe(self._layers[name])
+        layer = self._layers[name]
+        assert layer.loaded is not None
+        options = layer.options.model_dump(
+            exclude={"layout", "prefix", "heads", "kv_heads", "input", "softcap", "window"}
+        )
+        if not {"query_norm.weight", "key_norm.weight"} & layer.weights.keys():
+            options["qk_norm"] = None
+        H, G = layer.heads
+        return {
+            "name": name,
+            "layout": layer.layout.name,
+            "prefix": (layer.options.prefix or "").rstrip("."),
+            "dtype": layer.dtype,
+            "heads": H,
+            "kv_heads": G,
+            "head_width": layer.head_width,
+            "width": len(layer.weights["query.weight"]),
+            "output_width": layer.output_width,
+            **options,
+            "parameters": dict(layer.loaded.parameters),
+            "inputs": ["attention", *(["residual"] if layer.loaded.norm is not None else [])],
+            "bytes": layer.nbytes,
+        }
 
     def _listing(self) -> str:
         if not self._layers:
@@ -90,37 +112,6 @@ class LoadedLayers:
         names = list(self._layers)
         more = ", ... (GET /v1/layers has all)" if len(names) > _LISTED else ""
         return f"{', '.join(names[:_LISTED])}{more}"
-
-
-def layer_bytes(layer: Layer) -> int:
-    """Returns the bytes of a layer's weights."""
-    return sum(array.nbytes for array in layer.weights.values())
-
-
-def describe(layer: Layer) -> dict[str, Any]:
-    """Returns the description of a loaded layer as JSON."""
-    assert layer.loaded is not None
-    options = layer.options.model_dump(exclude={"layout", "prefix", "input", "softcap", "window"})
-    H, G = layer.heads
-    fields = {name: value for name, value in options.items() if name not in ("heads", "kv_heads")}
-    has_norm = "query_norm.weight" in layer.weights or "key_norm.weight" in layer.weights
-    if not has_norm:
-        fields["qk_norm"] = None
-    return {
-        "name": layer.loaded.name,
-        "layout": layer.layout.name,
-        "prefix": (layer.options.prefix or "").rstrip("."),
-        "dtype": layer.dtype,
-        "heads": H,
-        "kv_heads": G,
-        "head_width": layer.head_width,
-        "width": len(layer.weights["query.weight"]),
-        "output_width": layer.output_width,
-        **fields,
-        "parameters": dict(layer.loaded.parameters),
-        "inputs": ["attention", *(["residual"] if layer.loaded.norm is not None else [])],
-        "bytes": layer_bytes(layer),
-    }
 
 
 NO_LAYERS: Final = LoadedLayers()

@@ -9,14 +9,16 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from qkv.errors import InvalidContent
+from qkv.attention.layers.input_norm import InputNorm
+from qkv.attention.layers.qk_norm import QKNorm
+from qkv.errors import InvalidContent, format_value
 from qkv.jobs.loaded.known_models import (
     KNOWN,
     Config,
     KnownModel,
     Positions,
-    slides,
-    turns,
+    has_rope,
+    has_window,
     window_of_neo,
 )
 
@@ -48,6 +50,9 @@ _CHANGES_SCORES: Final = {  # fields of configurations, by the parameter that th
 _CROSS: Final = "crossattention|encoder_attn"  # modules whose keys come from the encoder
 _RMS_EPS: Final = ("rms_norm_eps",)
 _LAYER_NORM_EPS: Final = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_LARGEST: Final = 1e30
+_LARGEST_INTEGER: Final = 1e9
+_LEAST_SCALE: Final = 1e-9
 
 
 class LayerConfig(NamedTuple):
@@ -58,7 +63,7 @@ class LayerConfig(NamedTuple):
         parameters: of a variant: causal, scale, softcap, window.
         positions: of the attention; None: not known.
         layout: of the tensors, where names and shapes fit several; None: not known.
-        norm: eps, offset and `is_centered` of the model's norms; None: not known.
+        norm: of the model; None: not known.
         asks: what a configuration of an unknown type leaves open, by the name of a field.
     """
 
@@ -66,7 +71,7 @@ class LayerConfig(NamedTuple):
     parameters: Mapping[str, Any] = {}
     positions: Positions | None = None
     layout: str | None = None
-    norm: Mapping[str, Any] | None = None
+    norm: InputNorm | None = None
     asks: Mapping[str, str] = {}
 
 
@@ -79,8 +84,8 @@ def read_config(document: Config, path: str, width: int | None) -> LayerConfig:
         width: of its embeddings; None: not known.
 
     Raises:
-        InvalidContent: the model changes its scores in a way that no layer holds, or the
-            configuration is that of another model.
+        InvalidContent: the model changes its scores in a way that no layer holds, a number is out
+            of range, or the configuration is that of another model.
     """
     config, model_type = _part_of(document, path)
     _check_width(config, width)
@@ -96,7 +101,7 @@ def read_config(document: Config, path: str, width: int | None) -> LayerConfig:
         return LayerConfig(fields, asks=_asks(config, model_type))
     norm = _norm(config, known)
     if norm is not None:
-        fields["qk_norm"] = {name: norm[name] for name in ("eps", "offset")}
+        fields["qk_norm"] = norm.numbers
     positions = _positions(config, model_type, known, index)
     if positions == "rotary":
         fields["rope"] = _rope(config, known, index, heads)
@@ -158,15 +163,15 @@ def _key_heads(config: Config, model_type: str) -> int | None:
 def _positions(config: Config, model_type: str, known: KnownModel, index: int | None) -> Positions:
     if model_type == "falcon" and config.get("alibi") is True:
         return "alibi"
-    if known.positions == "rotary" and not turns(config, known, index):
+    if known.positions == "rotary" and not has_rope(config, known, index):
         return "none"
     return known.positions
 
 
-def _norm(config: Config, known: KnownModel) -> dict[str, Any] | None:
+def _norm(config: Config, known: KnownModel) -> InputNorm | None:
     for names, is_centered in ((_RMS_EPS, False), (_LAYER_NORM_EPS, True)):
-        if (eps := _number(config, *names)) is not None:
-            return {"eps": eps, "offset": known.norm_offset, "is_centered": is_centered}
+        if (eps := _number(config, *names, least=0, most=1)) is not None:
+            return InputNorm(QKNorm(eps=eps, offset=known.norm_offset), is_centered)
     return None
 
 
@@ -174,7 +179,7 @@ def _rope(
     config: Config, known: KnownModel, index: int | None, heads: int | None
 ) -> dict[str, Any]:
     """Returns the field `rope` of a layer."""
-    is_local = known.local_base is not None and slides(config, known, index)
+    is_local = known.local_base is not None and has_window(config, known, index)
     scaling = _scaling(config, index, is_local)
     every = {**config}
     if is_local:
@@ -220,7 +225,7 @@ def _turning_channels(config: Config, known: KnownModel, heads: int | None) -> i
     share = _number(config, "partial_rotary_factor", "rotary_pct", "rotary_percentage")
     share = known.share if share is None else share
     if share is not None and share < 1 and heads:
-        width = config.get("head_dim") or config.get("hidden_size", 0) / heads
+        width = _number(config, "head_dim") or (_number(config, "hidden_size") or 0) / heads
         return 2 * int(share * width / 2) or None
     dims = _integer(config, "rotary_dim")
     return known.dims if dims is None else dims
@@ -242,7 +247,7 @@ def _parameters(
     length = _integer(config, "sliding_window")
     if model_type == "gpt_neo":
         length = window_of_neo(config, index)
-    elif length is not None and not slides(config, known, index):
+    elif length is not None and not has_window(config, known, index):
         length = None
     if length is not None:
         parameters["window"] = [length - 1, 0 if "causal" in parameters else length - 1]
@@ -255,10 +260,11 @@ def _scale(config: Config, model_type: str, index: int | None, heads: int | None
     """Returns the scale of the scores; None if it is 1 / sqrt(D)."""
     if model_type == "gpt_neo":
         return 1.0
-    if scalar := _number(config, "query_pre_attn_scalar"):
+    scalar = _number(config, "query_pre_attn_scalar", least=_LEAST_SCALE)
+    if scalar is not None:
         return float(scalar**-0.5)
     if model_type not in ("gpt2", "gpt_bigcode"):
-        scale = _number(config, "attention_multiplier")
+        scale = _number(config, "attention_multiplier", least=_LEAST_SCALE)
         return None if scale is None else float(scale)
     has_scale = config.get("scale_attn_weights") is not False
     is_by_layer = model_type == "gpt2" and config.get("scale_attn_by_inverse_layer_idx") is True
@@ -271,12 +277,31 @@ def _scale(config: Config, model_type: str, index: int | None, heads: int | None
     return scale / (index + 1) if is_by_layer and index is not None else scale
 
 
-def _number(config: Config, *names: str) -> float | None:
-    """Returns the first of these fields that is a number."""
-    values = (config.get(name) for name in names)
-    return next((v for v in values if isinstance(v, int | float) and type(v) is not bool), None)
+def _number(
+    config: Config, *names: str, least: float = -_LARGEST, most: float = _LARGEST
+) -> float | None:
+    """Returns the first of these fields that is a number.
+
+    Raises:
+        InvalidContent: it is out of range.
+    """
+    for name in names:
+        value = config.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if not least <= value <= most:
+            raise InvalidContent(
+                f"config.json: {name} is invalid: got {format_value(value)}, expected a number "
+                f"from {least:g} to {most:g}"
+            )
+        return value
+    return None
 
 
 def _integer(config: Config, *names: str) -> int | None:
-    value = _number(config, *names)
-    return value if isinstance(value, int) else None
+    value = _number(config, *names, least=0, most=_LARGEST_INTEGER)
+    if value is not None and value != int(value):
+        raise InvalidContent(
+            f"config.json: {' or '.join(names)} is invalid: got {value}, expected an integer"
+        )
+    return None if value is None else int(value)

@@ -17,10 +17,11 @@ from qkv.wire.checkpoint.tensor_file import TensorFile
 from qkv.wire.checkpoint.torch_files import refuse_torch_file
 from qkv.wire.safetensors import decode_metadata
 
-__all__ = ["SUFFIX", "Checkpoint", "is_checkpoint"]
+__all__ = ["SUFFIX", "Checkpoint", "is_checkpoint", "read_document"]
 
 SUFFIX: Final = ".safetensors"
 _INDEX: Final = ".index.json"
+_MAX_INDEX: Final = 32 << 20  # bytes; that of 100,000 tensors has fewer
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -121,6 +122,22 @@ class Checkpoint:
         return self._open[path]
 
 
+def read_document(path: Path, max_bytes: int) -> bytes:
+    """Returns the bytes of a small file.
+
+    Raises:
+        InvalidContent: it is no regular file, or too long.
+        OSError: it cannot be read.
+    """
+    if path.exists() and not path.is_file():  # opening a pipe would wait
+        raise InvalidContent(f"{path} is no regular file")
+    with path.open("rb") as file:
+        text = file.read(max_bytes + 1)
+    if len(text) > max_bytes:
+        raise InvalidContent(f"{path} is too long: expected at most {max_bytes} bytes")
+    return text
+
+
 def _natural(name: str) -> list[str | int]:
     """Returns a sort key: numbers in a name count as numbers."""
     return [int(p) if i % 2 else p for i, p in enumerate(re.split(r"(\d{1,18})", name))]
@@ -159,7 +176,7 @@ def _read_index(path: Path) -> dict[str, Path]:
         OSError: it cannot be read.
     """
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_document(path, _MAX_INDEX))
     except (ValueError, RecursionError) as error:
         raise InvalidContent(f"{path}: not JSON: {error}") from None
     names = document.get("weight_map") if isinstance(document, dict) else None

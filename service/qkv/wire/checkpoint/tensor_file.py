@@ -20,6 +20,7 @@ __all__ = ["TensorFile"]
 
 _MAX_HEADER: Final = 32 << 20  # 100,000 tensors take less
 _MAX_AXES: Final = 8
+_MAX_NAME: Final = 1024  # characters
 _READ: Final = 16 << 20  # bytes of one call
 _METADATA: Final = "__metadata__"
 # opening a pipe must not wait; on Windows, text would end at a certain byte
@@ -145,6 +146,11 @@ class TensorFile:
 
     def _entry(self, name: str, value: Any) -> _Entry:
         """Returns the entry of a tensor in the header, whose bytes are in the file."""
+        if len(name) > _MAX_NAME:
+            raise self._error(
+                f"the name {name!r:.60} is too long: got {len(name)} characters, expected at most "
+                f"{_MAX_NAME}"
+            )
         size = self._stat.st_size - self._start
         entry = value if isinstance(value, dict) else {}
         code, shape, place = (entry.get(n) for n in ("dtype", "shape", "data_offsets"))

@@ -19,6 +19,7 @@ MODULES = ("query_key_value", "dense")
 QUERY = ("query_key_value.weight",)
 IS_GROUPED = False
 ALIBI = True
+NEEDS_HEADS = True
 PARENT = "self_attention"
 
 read, write = head_interleaving.read, head_interleaving.write

@@ -18,6 +18,7 @@ MODULES = ("query_key_value", "dense")
 QUERY = ("query_key_value.weight",)
 IS_GROUPED = False
 ROTARY_ORDER = "half"
+NEEDS_HEADS = True
 PARENT = "attention"
 
 read, write = head_interleaving.read, head_interleaving.write

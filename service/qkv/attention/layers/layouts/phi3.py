@@ -18,6 +18,7 @@ from qkv.attention.layers.sent_tensors import Heads, SentTensors
 MODULES = ("qkv_proj", "o_proj")
 QUERY = ("qkv_proj.weight",)
 ROTARY_ORDER = "half"
+NEEDS_HEADS = True
 
 
 def read(sent: SentTensors) -> Weights:

@@ -1,0 +1,93 @@
+"""`config.json` of a checkpoint: its fields for each layer, and the problems that it may have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from support import small_checkpoints
+from support.small_checkpoints import (
+    BERT,
+    GEMMA,
+    HEADS,
+    LLAMA,
+    bert_tensors,
+    llama_tensors,
+    load,
+    problem_of,
+)
+
+
+@pytest.mark.parametrize(
+    "config", [BERT | {"is_decoder": True}, BERT | {"architectures": ["XLMHead"]}]
+)
+def test_cross_attention_of_a_decoder_is_not_causal(tmp_path: Path, config: Any) -> None:
+    cross = {n.replace("attention", "crossattention"): t for n, t in bert_tensors().items()}
+    loaded = load(small_checkpoints.write(tmp_path / "b", bert_tensors() | cross, config))
+    own, other = (f"small.encoder.layer.1.{kind}" for kind in ("attention", "crossattention"))
+    assert loaded.describe(own)["parameters"] == {"causal": True}
+    assert loaded.describe(other)["parameters"] == {}
+
+
+def test_configuration_gives_positions_norms_and_parameters(tmp_path: Path) -> None:
+    loaded = load(small_checkpoints.llama(tmp_path / "gemma", GEMMA))
+    first, second = (loaded.describe(name) for name in loaded.names)
+    assert (first["heads"], first["kv_heads"]) == (HEADS, 2)
+    assert first["rope"]["base"] == 100.0
+    shared = {"causal": True, "scale": 9**-0.5, "softcap": 2.0}
+    assert first["parameters"] == shared
+    assert second["parameters"] == shared | {"window": [2, 0]}
+    assert first["inputs"] == ["attention", "residual"]
+    norm = loaded["small.model.layers.0"].loaded
+    assert norm is not None
+    assert norm.norm is not None
+    assert (norm.norm.numbers.eps, norm.norm.numbers.offset) == (1e-5, 1)
+    assert not norm.norm.is_centered
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (BERT | {"num_attention_heads": 5}, "heads"),
+        (BERT | {"num_attention_heads": 0}, "heads"),
+        (BERT | {"hidden_size": 99}, "belongs to another model"),
+        (BERT | {"clip_qkv": 8.0}, "clip_qkv is not supported"),
+        (BERT | {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
+        (BERT | {"model_type": "llama", "rope_theta": -1.0}, "rope"),
+        ({"model_type": "bert"}, "the number of heads is not known"),
+        ([1, 2], "expected an object"),
+        ({"model_type": ["x"], "num_attention_heads": HEADS}, "positions"),
+        (BERT | {"model_type": "gpt_neo", "attention_types": [[None, 3]]}, "cannot be read"),
+        (BERT | {"hidden_size": 10**400}, "config.json: hidden_size is invalid: got 1000"),
+        (BERT | {"layer_norm_eps": -1.0}, "layer_norm_eps is invalid: got -1.0, expected a number"),
+        (BERT | {"num_attention_heads": 2.5}, "is invalid: got 2.5, expected an integer"),
+        (GEMMA | {"attn_logit_softcapping": -3.0}, "'softcap' is invalid: got -3.0, expected "),
+        (GEMMA | {"sliding_window": 0}, "'window' is invalid: got -1, expected "),
+        (GEMMA | {"sliding_window": 1e30}, "sliding_window is invalid: got 1e+30, "),
+        (GEMMA | {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar is invalid: got -4, "),
+        (LLAMA | {"model_type": "granite", "attention_multiplier": 0}, "_multiplier is invalid: "),
+    ],
+)
+def test_wrong_configuration_is_a_problem(tmp_path: Path, config: Any, expected: str) -> None:
+    folder = small_checkpoints.write(tmp_path / "bad", bert_tensors(), config)
+    if isinstance(config, dict) and config.get("model_type") not in (None, "bert", "gpt_neo"):
+        (folder / "model.safetensors").unlink()
+        save_file(llama_tensors(), folder / "model.safetensors")
+    assert expected in problem_of(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "", "[" * 100_000, '{"a": NaN}', '{"a": 1, "a": 2}'])
+def test_damaged_configuration_is_a_problem(tmp_path: Path, text: str) -> None:
+    folder = small_checkpoints.bert(tmp_path / "bad")
+    (folder / "config.json").write_text(text)
+    assert "config.json: " in problem_of(folder)
+
+
+def test_number_that_is_not_finite_is_a_problem(tmp_path: Path) -> None:
+    folder = small_checkpoints.llama(tmp_path / "bad", GEMMA)
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('softcapping": 2.0', 'softcapping": 1e999'))
+    assert "config.json: attn_logit_softcapping is invalid: got Infinity" in problem_of(folder)
