@@ -148,10 +148,8 @@ def _attend(plan: Plan, arguments: Mapping[str, Any], weights: LayerTensors) -> 
     computed, summary, backend = {}, {}, "blocks"
     if plan.form.is_summary:
         sizes = plan.inputs.axes.sizes
-        tokens = arguments  # the weights are those of the new tokens
-        if (state := plan.variant.state) is not None:
-            tokens = {n: x for n, x in arguments.items() if n != state.argument}
-        summary = compute_weight_form(plan.variant, plan.form, tokens, plan.parameters, sizes)
+        known = plan.variant.for_weights(arguments)
+        summary = compute_weight_form(plan.variant, plan.form, known, plan.parameters, sizes)
     if plan.attend_outputs:
         result = plan.variant.attend(**arguments, outputs=frozenset(plan.attend_outputs))
         computed = {name: getattr(result, name) for name in plan.attend_outputs}
