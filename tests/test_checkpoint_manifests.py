@@ -21,7 +21,6 @@ from support.kubernetes_schemas import VERSIONS, through_sdk
 from support.kustomization import DEPLOY, OVERLAYS, Resource, build, load
 from support.paths import ROOT
 from support.processes import Process
-from support.service import running_server
 
 MARK: Final = re.compile(r"^( *)#: ", re.MULTILINE)
 NAMES: Final = [str(path.relative_to(DEPLOY)) for path in OVERLAYS]
@@ -115,14 +114,6 @@ def test_compose_file_mounts_the_folder_of_its_checkpoints(tmp_path: Path) -> No
         assert "./models:/models:ro" in services[name]["volumes"]
         assert services[name]["environment"]["QKV_CHECKPOINTS"] is None  # that of the shell
     assert f"QKV_CHECKPOINTS=minilm=/models/{CHECKPOINT}" in path.read_text()
-
-
-def test_replica_of_ray_loads_the_checkpoints_before_it_is_ready(tmp_path: Path) -> None:
-    """A replica builds the application of `create_app`, as this server does."""
-    folder = small_checkpoints.bert(tmp_path / "bert")
-    with running_server(checkpoints=f"small={folder}") as server:
-        assert server.http.get("/readyz").is_success
-        assert len(server.http.get("/v1/layers").json()["layers"]) == 2
 
 
 @pytest.mark.slow

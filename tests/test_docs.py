@@ -44,10 +44,6 @@ PAGES: Final = sorted(p for f in (".", "docs/**", "service/qkv/**") for p in ROO
 PICTURES: Final = ROOT / "service/qkv/attention/variants/pictures"
 CODE_FOLDERS: Final = ("service", "tests", "bench", "docs", "examples")
 
-MAX_WORDS: Final = 25
-ABBREVIATIONS: Final = re.compile(r"\b(e\.g|i\.e|et al|etc|cf|vs|approx)\.")
-SENTENCE_END: Final = re.compile(r"(?<=[.!?])[)\"'*_]*\s+")
-BLOCK_START: Final = re.compile(r"\s*([-*+]|\d+\.)\s|#+\s")
 VAGUE_DOCSTRING: Final = re.compile(
     r'^ *r?"""\s*(What|Who|Whoever|Whether|That|Where|How|Those)\b.*', re.MULTILINE
 )
@@ -313,65 +309,6 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
         if (ROOT / name).exists():
             text = (ROOT / name).read_text(errors="replace")  # pictures too
             assert not re.search(r"py(pi|thonhosted)\.org|download\.pytorch", text), name
-
-
-def sentences(page: str) -> list[str]:
-    """Returns the sentences of a page's prose, with each piece of inline code as one word.
-
-    Code blocks, tables, HTML and mathematics in code are left out. A heading, a list item and a
-    paragraph each end a sentence. So does a full stop before a space, except after an abbreviation.
-    """
-    page = re.sub(r"^\s*```.*?^\s*```$", "\n", page, flags=re.MULTILINE | re.DOTALL)
-    page = re.sub(r"`[^`]+`", "CODE", page)
-    page = re.sub(r"<!--.*?-->|<[^>]+>", "", page, flags=re.DOTALL)
-    page = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", page)
-    blocks: list[str] = [""]
-    for line in page.splitlines():
-        if not line.strip() or line.lstrip().startswith("|"):
-            blocks.append("")
-        elif BLOCK_START.match(line):
-            blocks.append(BLOCK_START.sub("", line, count=1))
-        else:
-            blocks[-1] += f" {line}"
-    return [
-        sentence.strip()
-        for block in blocks
-        for sentence in SENTENCE_END.split(ABBREVIATIONS.sub(r"\1", block))
-        if sentence.strip()
-    ]
-
-
-def count_words(sentence: str) -> int:
-    """Counts the words: the parts between spaces with a letter or a digit."""
-    return sum(any(c.isalnum() for c in part) for part in sentence.split())
-
-
-def test_sentences_are_split_and_counted_as_a_reader_does() -> None:
-    page = """# A heading
-
-    One sentence, e.g. this [one here](http://x/y). A second (short.) And `a b c` counts once.
-    | a table | is skipped |
-
-    - an item
-    - **bold.** 3.5 words - or so
-    """
-    found = sentences(re.sub(r"^    ", "", page, flags=re.MULTILINE))
-    assert found == [
-        "A heading",
-        "One sentence, e.g this one here.",
-        "A second (short.",
-        "And CODE counts once.",
-        "an item",
-        "**bold.",
-        "3.5 words - or so",
-    ]
-    assert [count_words(s) for s in found] == [2, 6, 3, 4, 2, 1, 4]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_no_sentence_of_a_page_is_longer_than_25_words(page: Path) -> None:
-    long = [s for s in sentences(page.read_text()) if count_words(s) > MAX_WORDS]
-    assert long == []
 
 
 def test_docstrings_name_their_subject_at_once() -> None:

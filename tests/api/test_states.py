@@ -144,6 +144,49 @@ def test_tritonclient_carries_a_state_bit_for_bit(server: Server, binary: bool) 
             )
 
 
+@each("binary", [True, False])
+def test_no_token_continues_a_state_in_every_format(server: Server, binary: bool) -> None:
+    """An axis of size 0 has no place in lists, which have no shape of their own."""
+    inputs = tokens()
+    expected = whole(server.url, inputs)
+    none: Arrays = {n: x[:, :, :0] for n, x in inputs.items()}
+    state = {n: expected[n] for n in NAMES}
+    with qkv.Client(server.url) as client:
+        run = client.attend("gated", **none, **PARAMETERS, state=state, outputs=["output", "state"])
+    assert run.output.shape == (1, 4, 0, 6)
+    assert_same([expected["output"], run.output], run.state, expected)
+    sent = {n: as_json(x, "base64") for n, x in {**none, **state}.items()}
+    fields = {"parameters": PARAMETERS, "outputs": ["output", "state"], "encoding": "base64"}
+    response = server.http.post(PATH, json={"inputs": sent, **fields})
+    assert response.status_code == 200, response.text
+    found = {n: as_array(x) for n, x in response.json()["outputs"].items()}
+    assert found["output"].shape == (1, 4, 0, 6)
+    assert_same([expected["output"], found["output"]], found, expected)
+    named = requested_outputs(**dict.fromkeys(("output", *NAMES), binary))
+    with triton_client(server.url) as triton:
+        inference = infer_inputs({**none, **state}, None if binary else [])
+        result = triton.infer("gated", inference, outputs=named, parameters=PARAMETERS)
+        assert_same([expected["output"]], {n: result.as_numpy(n) for n in NAMES}, expected)
+
+
+def test_unstable_rule_has_a_note(server: Server) -> None:
+    """In each protocol, of a run and of a comparison."""
+    inputs = tokens()
+    stable, grows = ({**inputs, "key": size * inputs["key"]} for size in (1.0, 3.0))
+    with qkv.Client(server.url) as client:
+        assert client.attend("gated", **stable, **PARAMETERS).notes == ()
+        (note,) = client.attend("gated", **grows, **PARAMETERS).notes
+        assert "beta |k|^2 of a token is above 2" in note
+        arrays = {n: grows[n][:, :2] for n in ("query", "key", "value", "beta")}
+        compared = client.compare(
+            [{"variant": "gated", "parameters": {"rule": "delta"}}], **arrays
+        )
+    assert f"gated: {note}." in compared.notes
+    with triton_client(server.url) as triton:
+        result = triton.infer("gated", infer_inputs(grows), parameters=PARAMETERS)
+        assert result.get_response()["parameters"]["notes"] == note
+
+
 def test_a_state_of_one_server_continues_on_another(
     server: Server, serve: Callable[..., Server]
 ) -> None:

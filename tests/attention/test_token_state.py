@@ -168,6 +168,39 @@ def test_no_new_token_leaves_the_state_as_it_was(name: str, form: str) -> None:
 
 
 @each("name", [*CASES])
+@each("form", ["exact", "compact"])
+@each("same_tail", [True, False])
+def test_tokens_may_be_none(name: str, form: str, same_tail: bool) -> None:
+    """Of an axis of size 0, as of lengths of 0; also where the tails have several lengths."""
+    case, parameters = CASES[name], {"chunk": 16, "state": form}
+    inputs = tokens(1, 20, case, B=2)
+    lengths = {"key_lengths": np.array([20, 20 if same_tail else 7])}
+    state = state_of(run(case, {**inputs, **lengths}, parameters=parameters, outputs=BOTH))
+    found = run(case, {**part(inputs, 0, 0), **state}, parameters=parameters, outputs=BOTH)
+    assert found["output"].shape == (2, 2, 0, 3)
+    assert_same_bits(state_of(found), state)
+
+
+@each("name", [*CASES])
+def test_nothing_but_output_and_state_is_returned_of_no_tokens(name: str) -> None:
+    case = CASES[name]
+    fields: dict[str, Any] = {"parameters": {"chunk": 16}}
+    inputs = tokens(1, 20, case)
+    state, none = state_of(run(case, inputs, outputs=BOTH, **fields)), part(inputs, 0, 0)
+    for more in (["weights"], ["output", "weights"], None):
+        with pytest.raises(InvalidContent, match=r"is empty: got [LS]=0, expected 1 or more for"):
+            run(case, {**none, **state}, outputs=more, **fields)
+    with pytest.raises(InvalidContent, match=r"is empty: got [LS]=0, expected 1 or more$"):
+        run(case, none, outputs=BOTH, **fields)
+    gradients = {**none, "state.sums": state["state.sums"], "grad_output": none["value"]}
+    with pytest.raises(InvalidContent, match="expected 1 or more for gradients"):
+        run(case, gradients, "gradients", **fields)
+    empty = {"state.sums": state["state.sums"][:, :, :0]}
+    with pytest.raises(InvalidContent, match=r"state\.sums (is empty: got|has) [DF1]=0"):
+        run(case, {**inputs, **empty}, outputs=BOTH, **fields)
+
+
+@each("name", [*CASES])
 @each("sums", ["float64", "float32"])
 def test_compact_state_continues_within_the_roundings(name: str, sums: str) -> None:
     """Also if its sums are float32."""
@@ -191,15 +224,16 @@ def test_compact_state_continues_within_the_roundings(name: str, sums: str) -> N
 
 def sums_from_elsewhere(case: Case, inputs: Arrays) -> Any:
     """Returns sums of the features of keys and of values and ones, as a textbook writes them."""
-    value, key = inputs["value"], inputs.get("key", inputs["value"])
+    value = inputs["value"]
+    key = inputs["key"] if "key" in inputs else value
     ones = np.ones_like(value[..., :1])
     features: Any = {
-        "gated": lambda: key,
-        "linear": lambda: np.where(key > 0, key + 1, np.exp(np.minimum(key, 0))),
-        "efficient": lambda: np.exp(key),
-        "taylor": lambda: np.concatenate([ones, key], -1),  # keys have norm 1
-        "mean": lambda: ones,
-    }[case.variant]()
+        "gated": key,
+        "linear": np.where(key > 0, key + 1, np.exp(np.minimum(key, 0))),
+        "efficient": np.exp(key),
+        "taylor": np.concatenate([ones, key], -1),  # keys have norm 1
+        "mean": ones,
+    }[case.variant]
     written = value if case.variant == "gated" else np.concatenate([value, ones], -1)
     return features.swapaxes(-1, -2) @ written
 

@@ -24,7 +24,7 @@ from support.service import Server
     [
         (attend(variant="sofmax"), errors.NotFound, "softmax", None),
         (attend(variant="a/b?c#d"), errors.NotFound, "a/b", None),
-        (attend(layer="name"), errors.InvalidContent, "layer", "/layer"),
+        (attend(layer="name"), errors.InvalidContent, "layer", "/layer/name"),
         (attend(causal="yes"), errors.InvalidContent, "causal", "/parameters/causal"),
         (attend(nothing=1), errors.InvalidContent, "nothing", "/parameters/nothing"),
         (attend(nothing=np.ones(3)), errors.InvalidContent, "nothing", "/inputs/nothing"),

@@ -23,7 +23,9 @@ from support.engines import CPU, LIMITS, new_job
 from support.known_requests import DTYPES
 from support.pretended_device import PretendedDevice
 
-SIZES: Final = {"B": 2, "H": 2, "G": 1, "L": 7, "S": 9, "D": 8, "E": 8, "I": 6, "O": 5}
+SIZES: Final = {
+    "B": 2, "H": 2, "G": 1, "J": 2, "V": 1, "L": 7, "S": 9, "D": 8, "E": 8, "I": 6, "O": 5
+}  # fmt: skip
 ALL_TINY: Final = 1e-31  # of all numbers; other scales are those of every third number
 SCALES: Final = (1.0, ALL_TINY, 30.0, 300.0, 2e9, 1e30, 0.0, float("nan"), float("inf"), 1e-30, 1.0)
 KINDS: Final = [
@@ -102,7 +104,7 @@ FORMS: Final[tuple[Any, ...]] = (
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(
-    "name", ["softmax", "sigmoid", "linear", "efficient", "taylor", "linformer"]
+    "name", ["softmax", "sigmoid", "linear", "efficient", "taylor", "linformer", "gated"]
 )
 def test_layer_takes_the_path_that_it_takes_alone(name: str, form: Any) -> None:
     """Projections of large embeddings need float64, or their own call."""

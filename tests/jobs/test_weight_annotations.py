@@ -14,7 +14,7 @@ from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from support.service import Server
 
-SIZES = {"B": 2, "H": 2, "G": 2, "L": 9, "S": 9, "D": 4, "E": 4}
+SIZES = {"B": 2, "H": 2, "G": 2, "J": 2, "V": 2, "L": 9, "S": 9, "D": 4, "E": 4}
 
 
 def kind(weights: torch.Tensor) -> str:

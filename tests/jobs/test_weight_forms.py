@@ -168,7 +168,8 @@ class Truth:
         near(largest, self.whole.max(-1), self.off)
         assert ((index == -1) == (largest == 0)).all()
         at = np.take_along_axis(self.whole, index.clip(0)[..., None], -1)[..., 0]
-        near(np.where(sees, at, 0), np.where(sees, self.whole.max(-1), 0), 2 * self.off)
+        # where all visible weights are negative, the largest is the 0 of a key that is not visible
+        near(np.where(index >= 0, at, 0), self.whole.max(-1), 2 * self.off)
         assert (entropy[~sees] == 0).all()
         near(received, self.whole.sum(-2), self.off * self.L)
 

@@ -55,11 +55,17 @@ def random_jobs(variant: Variant, kind: type[Plan], seed: int) -> list[Job]:
     gates: tuple[str, ...] = ()
     if "rule" in known:
         parameters["rule"], gates = RULES[seed % len(RULES)]
+        parameters["normalize_qk"] = "beta" in gates  # the delta rules grow with large keys
     spread = float(random.choice([0.1, 1.0, 1.0, 5.0]))
     has_lengths = random.random() < 0.5
 
     def normal(shape: Any) -> RawTensor:
         return RawTensor.from_numpy((random.normal(size=shape) * spread).astype(dtype))
+
+    def gate(name: str, shape: Any) -> RawTensor:
+        numbers = np.abs(random.normal(size=shape))
+        numbers = -numbers if name == "log_decay" else 1 / (1 + numbers)
+        return RawTensor.from_numpy(numbers.astype(dtype))
 
     # tensors without axis B: requests that differ in them have different batch keys
     shared = {
@@ -76,7 +82,9 @@ def random_jobs(variant: Variant, kind: type[Plan], seed: int) -> list[Job]:
         tensors = dict(shared)
         for i in variant.inputs.values():
             shape = [fixed_size(x) or own.get(x, 4) for x in i.letters]
-            if "B" in i.letters and (not i.is_optional or i.name in gates):
+            if i.name in gates:
+                tensors[i.name] = gate(i.name, shape)
+            elif "B" in i.letters and not i.is_optional:
                 tensors[i.name] = normal(shape)
             elif i.name == "key_lengths" and has_lengths:
                 lengths = random.integers(0, sizes["S"] + 1, own["B"])

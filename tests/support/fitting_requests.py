@@ -174,7 +174,7 @@ class Fitting:
         for name in _ROLES:
             arrays[name] = self._numbers((B, L if name == "query" else S, M))
         for name in arrays.keys() & _GATES:
-            arrays[name] = arrays[name][:, :1]  # the layer has one head
+            arrays[name] = arrays[name][:, 0]  # the layer has one head, and the request no axis
         arrays.pop("mask", None)
         for name in arrays.keys() & {"alibi_slopes", "sinks"}:
             arrays[name] = arrays[name][:1]  # the layer has one head
@@ -191,7 +191,7 @@ class Fitting:
         B, H, N, D = (self._size() for _ in "BHND")
         arrays = {name: self._numbers((B, H, N, D)) for name in _ROLES}
         form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
-        names = ["efficient", "linear", "linformer", "mean", "sigmoid", "softmax", "taylor"]
+        names = ["efficient", "gated", "linear", "linformer", "mean", "sigmoid", "softmax", "taylor"]
         fields |= {"variants": self._draw.choice(names, self._size(3)).tolist(), "repeats": 1}
         if self._chance():
             fields["anchor"] = {"variant": "softmax", "parameters": {"causal": self._chance()}}

@@ -45,7 +45,7 @@ OF_ENTRIES: dict[str, tuple[Any, str]] = {
     "data null": (entry(size=None, data=None), "neither data nor"),
     "data an object": (entry(size=None, data={}), "wrong shape: got []"),
     "data a number": (entry(size=None, data=1), "wrong shape: got []"),
-    "data a string": (entry(shape=[], size=None, data="AAAA"), 'at []: got "AAAA"'),
+    "data a string": (entry(shape=[], size=None, data="AAAA"), 'is invalid: got "AAAA"'),
     "unknown key": (entry(size=None, dtype="F32", data=[1]),
                     "unknown field: got 'dtype', expected name"),
     "unknown parameter": (entry(parameters={"binary": 4}), "parameter: got 'binary', expected"),

@@ -32,7 +32,8 @@ class Run:
             query sees no key), "signed" or "unnormalised"; None if there are no weights.
         form: the requested form of the weights: "full", "none", "stats", {"rows": [...]},
             {"top_k": k} or {"pool": bins}.
-        notes: sentences on what a loaded layer has and the variant lacks.
+        notes: what a loaded layer has and the variant lacks, and facts that make the numbers less
+            exact.
     """
 
     variant: str

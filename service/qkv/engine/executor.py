@@ -17,7 +17,7 @@ from torch import Tensor
 from qkv.attention.common import guards
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.engine.device.device import Device, Stopwatch, Unloading
-from qkv.engine.forward import LayerTensors, call_variant, can_defer, in_layout
+from qkv.engine.forward import NOTE, LayerTensors, call_variant, can_defer, in_layout
 from qkv.engine.result import Result
 from qkv.jobs.buffer_layout import ALIGNMENT
 from qkv.jobs.gradient_plan import GradientPlan
@@ -133,13 +133,14 @@ def _run_on_cpu(job: Job, device: Device, batch_size: int) -> Result:
     loaded_at = time.perf_counter()
     computed, backend = call_variant(plan, inputs, weights, None, device)
     computed_at = time.perf_counter()
+    (notes,) = _take_notes(computed, [plan.batch_size])
     specs, outputs = plan.output_specs, {}
     for name, tensor in in_layout(plan, computed).items():
         dtype, shape = specs[name]
         outputs[name] = RawTensor(dtype, shape, _bytes_in(tensor.contiguous(), dtype))
     split_s = time.perf_counter() - computed_at
     times = Times(loaded_at - started_at, computed_at - loaded_at, split_s)
-    return Result(outputs, times, backend, batch_size, started_at)
+    return Result(outputs, times, backend, batch_size, started_at, notes=notes)
 
 
 class _Call:
@@ -197,15 +198,17 @@ class _Call:
         self._in_use = ()
         unloaded_at = time.perf_counter()
         fits = _each_job(self._sizes, tensors.pop(_FITS)) if _FITS in tensors else [True]
+        notes = _take_notes(tensors, self._sizes)
         outputs = _split(jobs, self._sizes, in_layout(jobs[0].plan, tensors))
         load_s, compute_s = self._loaded_at - self.started_at, self._stopwatch.seconds()
         split_s = self._unloading.seconds() + time.perf_counter() - unloaded_at
         results: list[Result | None] = []
-        for fit, job_outputs in zip(fits, outputs, strict=True):
+        for fit, job_outputs, job_notes in zip(fits, outputs, notes, strict=True):
             times = Times(load_s, compute_s, split_s, stacked_count=sum(fits))
             result = Result(
-                job_outputs, times, self._backend, self._batch_size, self.started_at, len(jobs)
-            )
+                job_outputs, times, self._backend, self._batch_size, self.started_at, len(jobs),
+                notes=job_notes,
+            )  # fmt: skip
             results.append(result if fit else None)
         return results
 
@@ -220,6 +223,23 @@ def _each_job(sizes: Sequence[int], fits_B: Tensor) -> list[bool]:
         fits.append(all(items[first : first + size]))
         first += size
     return fits
+
+
+def _take_notes(tensors: dict[str, Tensor], sizes: Sequence[int]) -> list[tuple[str, ...]]:
+    """Removes the conditions of notes from the outputs; returns the notes that hold for each job.
+
+    `sizes` are the numbers of their items.
+    """
+    names = [name for name in tensors if name.startswith(NOTE)]
+    found: list[tuple[str, ...]] = [()] * len(sizes)
+    for name in names:
+        holds_B = tensors.pop(name).expand(sum(sizes)).split(list(sizes))
+        note = name.removeprefix(NOTE)
+        found = [
+            (*notes, note) if any(items.tolist()) else notes
+            for notes, items in zip(found, holds_B, strict=True)
+        ]
+    return found
 
 
 def _host(jobs: Sequence[Job], sizes: Sequence[int], name: str, device: Device) -> Tensor:
@@ -253,7 +273,7 @@ def _expanded(job: Job, name: str) -> Tensor:
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Returns the bytes of a dense tensor of the CPU."""
     bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-    return bits.numpy().data.cast("B")
+    return bits.numpy().reshape(-1).view(np.uint8).data  # a cast refuses an empty buffer
 
 
 def _bytes_in(tensor: Tensor, dtype: str) -> memoryview:

@@ -32,8 +32,11 @@ from qkv.jobs.measure.row_divergence import RowDivergencePlan, compare_rows
 from qkv.jobs.plan import Plan
 from qkv.jobs.state import GRAD_SUMS, SUMS
 
-__all__ = ["LayerTensors", "Outputs", "call_variant", "can_defer", "in_layout"]
+__all__ = ["NOTE", "LayerTensors", "Outputs", "call_variant", "can_defer", "in_layout"]
 
+NOTE: Final = "note: "
+"""The beginning of the names of conditions among the outputs, (B,) or (): a note on an item's
+numbers follows."""
 
 Outputs = tuple[dict[str, Tensor], str]
 """Tensors by name, with the axes of the signature, and the name of the code path that ran.
@@ -138,7 +141,13 @@ def _defer_size_checks(plan: Plan, projected: Mapping[str, Tensor]) -> None:
     """Defers the check that all numbers are of a size for which the variant may be stacked."""
     for name, spec in plan.variant.inputs.items():
         x = projected.get(name)
-        if x is None or not x.is_floating_point() or "B" not in spec.letters or spec.broadcasts:
+        if (
+            x is None
+            or not x.numel()
+            or not x.is_floating_point()
+            or "B" not in spec.letters
+            or spec.broadcasts
+        ):
             continue
         holds(largest_size(x) < plan.variant.stackable_below)
 
@@ -155,6 +164,8 @@ def _attend(plan: Plan, arguments: Mapping[str, Any], weights: LayerTensors) -> 
         computed = {name: getattr(result, name) for name in plan.attend_outputs}
         if (state := computed.pop("state", None)) is not None:
             computed |= _state_tensors(plan, state)
+        conditions = getattr(result, "notes", {})
+        computed |= {f"{NOTE}{note}": condition for note, condition in conditions.items()}
         backend = getattr(result, "backend", "explicit")
     if plan.inputs.layer is not None and "output" in computed:
         computed["output"] = layer_pass.project_output(computed["output"], weights)

@@ -161,7 +161,8 @@ def _run(job: Job, group: str) -> Message:
         "flops": plan.flops,
         "bytes": plan.bytes,
     }
-    fields = {"variant": plan.variant.name, group: None, **plan.annotations, "timing": timing}
+    annotations = plan.annotations(output.notes)
+    fields = {"variant": plan.variant.name, group: None, **annotations, "timing": timing}
     return Message(fields, output.outputs)
 
 
@@ -187,7 +188,7 @@ def compare(message: Message) -> dict[str, Any]:
         while True:
             output = _execute(job)
             compute_s, runs = compute_s + output.times.compute_s, runs + 1
-            job = steps.send((output.outputs, output.times.compute_s * 1e3))
+            job = steps.send((output.outputs, output.times.compute_s * 1e3, output.notes))
     except StopIteration as end:
         report: compare_report.CompareReport = end.value
     total_ms = (time.perf_counter() - started_at) * 1e3

@@ -24,6 +24,7 @@ class Result:
         started_at: start of its batch, by `time.perf_counter`.
         call_size: number of jobs in the call of its outputs, those that ran again included.
         device: name of the device, as responses give it.
+        notes: sentences on its numbers, from the variant.
     """
 
     outputs: dict[str, RawTensor]
@@ -33,6 +34,7 @@ class Result:
     started_at: float = 0.0
     call_size: int = 1
     device: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:

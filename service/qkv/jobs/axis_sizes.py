@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from qkv.attention.signature import Input, Output, fixed_size
+from qkv.attention.signature import STATE, Input, Output, fixed_size
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent
 
-__all__ = ["HEADS", "AxisSizes", "bind_axes", "omitted_axes"]
+__all__ = ["HEADS", "TOKENS", "AxisSizes", "bind_axes", "omitted_axes"]
 
 HEADS: Final = frozenset("HGJVT")
 """The axes of heads; J, V and T are those of `gated`."""
+TOKENS: Final = frozenset("LS")
+"""The axes of queries and keys. A request that brings a state may have none."""
 
 Shape = tuple[int, ...]
 
@@ -72,12 +74,13 @@ def bind_axes(variant: Variant, shapes: Mapping[str, Shape], omitted: frozenset[
     sizes = {x: size for x in axes if (size := fixed_size(x)) is not None}
     owners = dict.fromkeys(sizes, variant.name)
     full_shapes = {}
+    may_be_empty = TOKENS if any(name.startswith(STATE) for name in shapes) else ()
     for spec in sorted((variant.tensors[n] for n in shapes), key=lambda i: i.broadcasts):
         shape = _full_shape(spec, shapes[spec.name], omitted)
         for letter, size in zip(spec.letters, shape, strict=True):
             if spec.broadcasts and size == 1:
                 continue
-            if size == 0:
+            if size == 0 and letter not in may_be_empty:
                 raise InvalidContent(
                     f"{spec.name} is empty: got {letter}=0, expected 1 or more",
                     pointer=f"/inputs/{spec.name}",

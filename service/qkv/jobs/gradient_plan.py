@@ -74,6 +74,7 @@ class GradientPlan(Plan):
         dtype = dtype_of(
             grad, GRAD_OUTPUT, FLOATING, fields.dtype, pointer_to("inputs", GRAD_OUTPUT)
         )
+        state.check_tokens(variant, inputs.axes.sizes, ["gradients"])
         inputs = _with_grad(inputs, variant.outputs["output"], dtype, grad.shape)
         if grad_sums is not None:
             inputs = _with_grad_sums(inputs, variant, grad_sums)
@@ -102,11 +103,6 @@ class GradientPlan(Plan):
     def uses_sdpa(self) -> bool:
         """Always false: gradients are closed forms."""
         return False
-
-    @cached_property
-    def annotations(self) -> dict[str, Any]:
-        """The field `layer` with a layer; the response has no weights."""
-        return self._layer_annotation
 
     @property
     def output_names(self) -> Sequence[str]:

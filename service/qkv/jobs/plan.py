@@ -111,6 +111,7 @@ class Plan:
         form = weight_forms.parse(fields.weights)
         outputs = select_outputs(variant, parameters, fields, form)
         inputs = Inputs.from_message(variant, parameters, fields, message, loaded)
+        state.check_tokens(variant, inputs.axes.sizes, sorted(outputs))
         if form.is_summary:
             weight_forms.check(form, variant.name, variant.outputs["weights"], inputs.axes.sizes)
         plan = cls(variant, parameters, inputs, outputs, form if "weights" in outputs else FULL)
@@ -330,20 +331,19 @@ class Plan:
             inputs.axes.sizes, self.parameters, self.outputs, inputs.specs
         )
 
-    @cached_property
-    def annotations(self) -> dict[str, Any]:
-        """Fields of the response: `weights_are` with weights, `layer` with a layer, `notes`."""
-        if "weights" not in self.outputs:
-            return self._layer_annotation
-        return {"weights_are": self.weights_are, **self._layer_annotation}
+    def annotations(self, notes: Sequence[str] = ()) -> dict[str, Any]:
+        """Returns fields of the response: `weights_are` with weights, `layer` with a layer, `notes`.
 
-    @property
-    def _layer_annotation(self) -> dict[str, Any]:
+        `notes` are those on the numbers of a run.
+        """
+        notes = [*self.notes, *notes]
+        return self._annotations | ({"notes": notes} if notes else {})
+
+    @cached_property
+    def _annotations(self) -> dict[str, Any]:
+        weights = {"weights_are": self.weights_are} if "weights" in self.outputs else {}
         layer = self.inputs.layer
-        if layer is None:
-            return {}
-        notes = {"notes": self.notes} if self.notes else {}
-        return {"layer": layer.description, **notes}
+        return weights if layer is None else {**weights, "layer": layer.description}
 
     @cached_property
     def notes(self) -> list[str]:

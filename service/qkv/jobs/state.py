@@ -27,6 +27,7 @@ __all__ = [
     "check_fit",
     "check_names",
     "check_numbers",
+    "check_tokens",
     "input_of_tail",
     "version_of",
 ]
@@ -37,6 +38,22 @@ GRAD_SUMS: Final = f"grad_{SUMS}"
 LENGTH: Final = f"{TAIL}length"
 _FORMAT: Final = 1
 _FORMS: Final = ("exact", "compact")
+
+
+def check_tokens(variant: Variant, sizes: Mapping[str, int], wanted: Collection[str]) -> None:
+    """Checks that a request without new tokens wants no more than the output and the state.
+
+    Raises:
+        InvalidContent: it wants something else of the tokens.
+    """
+    more = [name for name in wanted if name != "output" and not name.startswith(STATE)]
+    for spec in variant.inputs.values() if more else ():
+        for letter in spec.letters:
+            if sizes.get(letter) == 0:
+                raise InvalidContent(
+                    f"{spec.name} is empty: got {letter}=0, expected 1 or more for {more[0]}",
+                    pointer=pointer_to("inputs", spec.name),
+                )
 
 
 def check_names(variant: Variant, parameters: pydantic.BaseModel, names: Collection[str]) -> None:

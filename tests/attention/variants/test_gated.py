@@ -218,6 +218,33 @@ def test_unstable_rule_grows_as_the_reference_does() -> None:
         assert ((found - truth).abs() <= bound).all()
 
 
+@each("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each("normalize", [False, True])
+@each("rule", ["delta", "gated_delta"])
+def test_note_names_the_items_that_may_grow(
+    dtype: torch.dtype, normalize: bool, rule: Any
+) -> None:
+    """Where beta |k|^2 is above 2, at a token that is no padding."""
+    key = torch.nn.functional.normalize(normal(1, 4, 2, 9, 16), dim=-1)
+    if not normalize:
+        key[1] *= 2.0  # |k|^2 = 4
+        key[2, :, 7:] *= 2.0  # in the padding
+    beta = torch.full((4, 2, 9), 1.9 if dtype == torch.bfloat16 else 2.0, dtype=torch.float64)
+    beta[3, 1, 4], beta[2, :, 8], key[2, :, 8] = 2.25, torch.nan, torch.inf
+    decay = torch.zeros(4, 2, 9, 1) if rule == "gated_delta" else None
+    tensors = normal(0, 4, 2, 9, 16), key, normal(2, 4, 2, 9, 3), decay, beta
+    narrow = [x if x is None else x.to(dtype) for x in tensors]
+    found = gated.attend(
+        *narrow, torch.tensor([9, 9, 7, 9]), rule=rule, normalize_qk=normalize, outputs=OUTPUT
+    )
+    assert found.notes[gated.UNSTABLE].tolist() == [False, not normalize, False, True]
+
+
+def test_rule_that_erases_nothing_has_no_note() -> None:
+    x = 100 * normal(0, 1, 1, 5, 3)
+    assert not gated.attend(x, x, x, -x[..., :1].abs(), rule="gated", outputs=OUTPUT).notes
+
+
 def test_numbers_beyond_float32_are_computed_in_float64() -> None:
     """The product of query and key overflows float32; the small values bring it back."""
     query, key = torch.full((1, 1, 3, 2), 1e25), torch.full((1, 1, 3, 2), 1e25)

@@ -34,12 +34,13 @@ def test_job_requests_unpack_as_packed() -> None:
 
 def test_results_unpack_as_packed() -> None:
     for backend in ("", "explicit", "\N{GREEK SMALL LETTER MU}"):
+        notes = (backend, "a note") if backend else ()
         results = [
-            Result({}, Times(0.1, 0.2, 0.3, number, 0.5), backend, 64, device="cuda:0")
+            Result({}, Times(0.1, 0.2, 0.3, number, 0.5), backend, 64, device="cuda:0", notes=notes)
             for number in range(3)
         ]
         packed = [pack_result(number, result) for number, result in enumerate(results)]
-        found = unpack_results(pack_results(backend, packed), "cuda:0")
+        found = unpack_results(pack_results(backend, notes, packed), "cuda:0")
         assert [(number, asdict(result)) for number, result in found] == [
             (number, asdict(result)) for number, result in enumerate(results)
         ]

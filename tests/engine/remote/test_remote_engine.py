@@ -50,10 +50,30 @@ def test_results_equal_those_of_a_local_engine(variant: Variant, kind: type[Plan
                 here = await fixture.engine.submit(job)
                 assert bits(there) == bits(here)
                 assert list(there.outputs) == list(here.outputs)
-                for name in ("batch_size", "device", "backend"):
+                for name in ("batch_size", "device", "backend", "notes"):
                     assert getattr(there, name) == getattr(here, name)
                 assert 0 < there.times.queue_s < 60
                 assert there.times.compute_s > 0
+
+    run(test)
+
+
+def test_notes_on_the_numbers_of_a_job_arrive() -> None:
+    """Each job of a turn has its own."""
+
+    def new_job(size: float) -> Job:
+        ones = np.ones((1, 1, 3, 4), np.float32)
+        arrays = {"query": ones, "key": size * ones, "value": ones, "beta": ones[..., 0]}
+        raw = {name: RawTensor.from_numpy(x) for name, x in arrays.items()}
+        return Job.new(Plan, "gated", Message({"parameters": {"rule": "delta"}}, raw), LIMITS)
+
+    async def test(fixture: Service) -> None:
+        with hold(fixture.engine):
+            futures = [fixture.remotes[0].submit(new_job(size)) for size in (0.5, 3.0, 0.5)]
+            await until(lambda: queued_count(fixture.engine) == 3)
+        results = await asyncio.gather(*futures)
+        assert [result.batch_size for result in results] == [3, 3, 3]
+        assert [len(result.notes) for result in results] == [0, 1, 0]
 
     run(test)
 

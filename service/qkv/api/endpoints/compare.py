@@ -116,7 +116,7 @@ async def _run_comparison(
         result = await job_runner.run_part(job, wait_s)
         times.add(result.times)
         runs, device = runs + 1, result.device
-        measurement = result.outputs, result.times.compute_s * 1e3
+        measurement = result.outputs, result.times.compute_s * 1e3, result.notes
 
 
 def _step(

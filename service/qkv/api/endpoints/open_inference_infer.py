@@ -330,7 +330,8 @@ def _new_response(
 ) -> Response:
     outputs = {name: result.outputs[name] for name in fields.outputs}
     entries, data = open_inference.encode_tensors(outputs, fields.binary)
-    notes = {"notes": "; ".join(plan.notes)} if plan.notes else {}
+    texts = [*plan.notes, *result.notes]
+    notes = {"notes": "; ".join(texts)} if texts else {}
     text = json.dump(
         InferResponse(
             model_name=model,

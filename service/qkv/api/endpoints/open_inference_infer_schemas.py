@@ -13,6 +13,7 @@ from qkv.api.openapi.schemas import (
     COUNT,
     FLAG,
     FLAT_OR_NESTED,
+    NOTES,
     TEXT,
     TIMING,
     Schema,
@@ -63,9 +64,9 @@ def describe_infer() -> dict[str, Any]:
 
 
 def _response_parameters() -> Schema:
-    """Returns the component of the timing, with notes on a layer."""
+    """Returns the component of the timing, with notes."""
     _, timing = TIMING[COMPONENT]
-    notes = TEXT | {"description": "Parameters of a layer that the variant lacks."}
+    notes = TEXT | {"description": f"{NOTES}, separated by semicolons."}
     return named(
         "InferParameters",
         timing | {"properties": timing["properties"] | {"notes": notes}},

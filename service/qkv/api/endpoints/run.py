@@ -67,8 +67,8 @@ class RunHandler:
             job = await self.job_runner.new_job(variant, received.message, kind)
         result = await self.job_runner.run(request, received.received_at, job)
         codec, encoding = received.response_codec, received.message.encoding or "base64"
-        timing = timing_fields(result, job.plan)
-        fields = {"variant": variant, group: None, **job.plan.annotations, "timing": timing}
+        timing, annotations = timing_fields(result, job.plan), job.plan.annotations(result.notes)
+        fields = {"variant": variant, group: None, **annotations, "timing": timing}
         message = Message(fields, result.outputs, encoding=encoding)
         size = result.nbytes * _RELATIVE_COST.get(encoding, 1.0) if codec is json else 0
         chunks = await in_thread_if_large(int(size), lambda: codec.encode(message, group))

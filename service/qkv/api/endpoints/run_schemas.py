@@ -17,6 +17,7 @@ from qkv.api.openapi.operation import (
 )
 from qkv.api.openapi.schemas import (
     ENCODING,
+    NOTES,
     TIMING,
     Schema,
     closed,
@@ -243,8 +244,7 @@ def _response(variant: Variant, name: str, group: str, tensors: Schema) -> Schem
         optional["weights_are"] = _KINDS | {"description": about}
     if _roles(variant):
         optional["layer"] = _LAYER_READ
-        about = "Parameters of a loaded layer that the variant lacks. They are not applied."
-        optional["notes"] = list_of({"type": "string"}, description=about)
+        optional["notes"] = list_of({"type": "string"}, description=f"{NOTES}.")
     return named(f"{name}Response", closed(fields | optional, fields))
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "FLAT_OR_NESTED",
     "FLOATING_DTYPE",
     "NON_FINITE",
+    "NOTES",
     "NUMBER",
     "PROBLEM",
     "TENSOR",
@@ -177,6 +178,10 @@ TIMING: Final = named(
         }
     )
     | {"description": "Measured times in milliseconds; computed counts of flops and bytes."},
+)
+NOTES: Final = (
+    "Parameters of a loaded layer that the variant lacks and does not apply, and facts that make the "
+    "numbers less exact"
 )
 PROBLEM: Final = named(
     "Problem",

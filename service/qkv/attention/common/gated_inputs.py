@@ -12,11 +12,13 @@ from torch import Tensor
 
 from qkv.attention.common.recurrence import Chunks, Tokens
 from qkv.attention.common.row_masks import padding_mask
+from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.token_inputs import Read, Sums, TokenInputs, parts
 
 __all__ = ["GatedInputs", "State", "run"]
 
 _EPSILON: Final = 1e-6  # of normalize_qk
+_STABLE: Final = 2.0 + 1e-5  # the norm of a normalised key is rounded
 
 
 class State(NamedTuple):
@@ -108,6 +110,24 @@ class GatedInputs(TokenInputs):
     def K(self) -> int:
         """The number of heads of the output that read one state."""
         return max(1, self.query_BJSD.shape[1] // self.T)
+
+    @property
+    def is_unstable_B(self) -> Tensor:
+        """True for items with a token for which beta |k|^2 is above 2, so that the state may grow.
+
+        Padding does not count.
+        """
+        assert self.beta_BTS is not None
+        dtype = score_dtype(self.key_BGSD.dtype)
+        size_BGS = torch.linalg.vector_norm(self.key_BGSD, dim=-1, dtype=dtype).square()
+        if self.normalize_qk:
+            size_BGS = size_BGS.clamp(max=1.0)
+        size_BTS = size_BGS.repeat_interleave(self.T // size_BGS.shape[1], 1)
+        grows_BTS = self.beta_BTS.to(dtype) * size_BTS > _STABLE
+        if self.padding_BS is not None:
+            grows_BTS = grows_BTS & ~self.padding_BS[:, None]
+        is_unstable_B: Tensor = grows_BTS.flatten(1).any(1)
+        return is_unstable_B
 
     def empty_state(self, dtype: torch.dtype) -> Tensor:
         """Returns the state before the first token, (B T, D, E)."""

@@ -86,10 +86,11 @@ class _Sequence(NamedTuple):
         place_BC = start_B[:, None] + torch.arange(count, device=start_B.device)
         is_tail_BC = place_BC < self.tail_B[:, None]
         is_padding_BC = place_BC >= (self.tail_B + self.length_B)[:, None]
-        new_BC = (place_BC - self.tail_B[:, None]).clamp(0, self.new.first.shape[2] - 1)
+        S = self.new.first.shape[2]
+        new_BC = (place_BC - self.tail_B[:, None]).clamp(0, max(S - 1, 0))
         found: dict[str, Tensor] = {}
         for name, x in self.new.tensors.items():
-            taken = _take(x, new_BC)
+            taken = _take(x if S else x.new_zeros(*x.shape[:2], 1, *x.shape[3:]), new_BC)
             if (tail := self.tails.get(name)) is not None:
                 old = _take(tail, place_BC.clamp(max=tail.shape[2] - 1))
                 taken = torch.where(_as(is_tail_BC, x), old, taken)

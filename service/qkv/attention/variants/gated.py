@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int64
 from pydantic import Field
 from torch import Tensor
 
@@ -44,7 +45,10 @@ REFUSES: Final[Mapping[str, str]] = {
 
 STACKABLE_BELOW: Final = 1e9
 MAY_BE_WIDER: Final = ("log_decay", "beta")
-
+UNSTABLE: Final = (
+    "beta |k|^2 of a token is above 2, so the state may grow with each such token and few digits "
+    "may be right"
+)
 
 Rule = Literal["linear", "gated", "delta", "gated_delta"]
 
@@ -56,6 +60,7 @@ class Gated(NamedTuple):
     weights: Float32[Tensor, "B H S S"] | Float64[Tensor, "B H S S"] | None = None
     state_weights: Float32[Tensor, "B H S D"] | Float64[Tensor, "B H S D"] | None = None
     state: State | None = None
+    notes: Mapping[str, Bool[Tensor, "B"]] = MappingProxyType({})
     backend: str = "chunks"
 
 
@@ -178,7 +183,8 @@ def attend(
         matrix = row_function(inputs, inputs.sums_of(None), chunk)(slice(0, S)).to(exact)
     if "state_weights" in outputs:
         state_weights = _state_weights(inputs, chunk).to(exact)
-    return Gated(output, matrix, state_weights, behind)
+    notes = {UNSTABLE: inputs.is_unstable_B} if inputs.erases else {}
+    return Gated(output, matrix, state_weights, behind, notes)
 
 
 def weights(
@@ -334,8 +340,11 @@ def backward(
         query_BJSD, key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS, key_lengths_B, rule, scale,
         normalize_qk,
     )  # fmt: skip
+    found = gradients_from(inputs, past, grad_output_BHSE, grad_state, chunk)
     given = {"log_decay": log_decay_BTSZ, "beta": beta_BTS}
     unused = {
-        n: torch.zeros_like(x, dtype=torch.float64) for n, x in given.items() if x is not None
+        n: torch.zeros_like(x, dtype=torch.float64)
+        for n, x in given.items()
+        if x is not None and n not in found
     }
-    return unused | gradients_from(inputs, past, grad_output_BHSE, grad_state, chunk)
+    return found | unused

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Final, NamedTuple, Self
 
+import orjson
+
 from qkv.engine.result import Result
 from qkv.engine.tenant import Tenant
 from qkv.telemetry.times import Times
@@ -30,7 +32,7 @@ __all__ = [
 _JOB_REQUEST: Final = struct.Struct("<QQQBdddBI")
 _RESULT: Final = struct.Struct("<QI5d")
 _ID: Final = struct.Struct("<Q")
-_NAME_SIZE: Final = struct.Struct("<H")
+_TEXTS_SIZE: Final = struct.Struct("<H")
 
 NO_DEADLINE: Final = math.inf
 """The deadline of a job that may wait for ever."""
@@ -42,7 +44,7 @@ class MessageType(IntEnum):
     RUN = 1  # from the worker: run jobs; the payload has a `JobRequest` for each
     CANCEL = 2  # from the worker: cancel a job
     READY = 3  # from the device process: it accepts jobs
-    RESULTS = 4  # from the device process: a backend, and what was measured of its jobs
+    RESULTS = 4  # from the device process: backend and notes, and what was measured of such jobs
     ERROR = 5  # from the device process: it did not complete a job; the payload has the problem
     RELEASED = 6  # from the device process: it no longer reads a cancelled job's inputs
 
@@ -112,15 +114,16 @@ def pack_result(id: int, result: Result) -> bytes:
     return _RESULT.pack(id, result.batch_size, *seconds)
 
 
-def pack_results(backend: str, results: Iterable[bytes]) -> bytes:
+def pack_results(backend: str, notes: Iterable[str], results: Iterable[bytes]) -> bytes:
     """Returns the payload of a RESULTS frame.
 
     Args:
         backend: the name of the code path that ran its jobs.
+        notes: of each of them.
         results: of each job, as `pack_result` returns them.
     """
-    name = backend.encode()
-    return b"".join((_NAME_SIZE.pack(len(name)), name, *results))
+    texts = orjson.dumps([backend, *notes])
+    return b"".join((_TEXTS_SIZE.pack(len(texts)), texts, *results))
 
 
 def unpack_results(payload: bytes, device: str) -> list[tuple[int, Result]]:
@@ -130,11 +133,13 @@ def unpack_results(payload: bytes, device: str) -> list[tuple[int, Result]]:
         payload: of the frame.
         device: the name of the device that ran the jobs.
     """
-    first = _NAME_SIZE.size
-    end = first + _NAME_SIZE.unpack_from(payload)[0]
-    backend = payload[first:end].decode()
+    first = _TEXTS_SIZE.size
+    end = first + _TEXTS_SIZE.unpack_from(payload)[0]
+    backend, *notes = orjson.loads(payload[first:end])
     results = []
     for id, batch_size, *seconds in _RESULT.iter_unpack(payload[end:]):
-        result = Result({}, Times(*seconds), backend, batch_size, device=device)
+        result = Result(
+            {}, Times(*seconds), backend, batch_size, device=device, notes=tuple(notes)
+        )
         results.append((id, result))
     return results

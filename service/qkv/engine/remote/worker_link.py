@@ -73,7 +73,8 @@ class WorkerLink:
         self._engine, self._shared_memory, self._plan_reader = engine, shared_memory, plan_reader
         self._on_lost = on_lost
         self._pending: dict[int, PendingJob] = {}
-        self._results: dict[str, list[bytes]] = defaultdict(list)  # packed, by backend
+        # packed, by backend and notes
+        self._results: dict[tuple[str, tuple[str, ...]], list[bytes]] = defaultdict(list)
         self._cancelled_count = 0  # cancelled jobs whose inputs the device may still read
         self._channel: Channel | None = None
         self._reply_tasks: set[asyncio.Task[None]] = set()
@@ -195,13 +196,13 @@ class WorkerLink:
         del self._pending[id]
         if not self._results:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._results[result.backend].append(pack_result(id, result))
+        self._results[result.backend, result.notes].append(pack_result(id, result))
 
     def _flush(self) -> None:
         """Sends the results that are not sent yet: one frame for each backend."""
         if self._channel is not None:
-            for backend, times in self._results.items():
-                self._channel.send(MessageType.RESULTS, pack_results(backend, times))
+            for (backend, notes), times in self._results.items():
+                self._channel.send(MessageType.RESULTS, pack_results(backend, notes, times))
         self._results.clear()
 
     def send_error(self, id: int, error: Exception) -> None:

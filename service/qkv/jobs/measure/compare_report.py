@@ -28,8 +28,8 @@ _NEAR_UNIFORM: Final = 0.05
 the rows near uniform. It is the entropy of a uniform row of 95 % as many keys."""
 
 
-TimedOutputs = tuple[Mapping[str, RawTensor], float]
-"""The outputs of a job, and its compute time in milliseconds."""
+TimedOutputs = tuple[Mapping[str, RawTensor], float, Sequence[str]]
+"""The outputs of a job, its compute time in milliseconds, and notes on its numbers."""
 
 
 class CompareReport(NamedTuple):
@@ -41,31 +41,31 @@ class CompareReport(NamedTuple):
 
 
 def compare(request: CompareRequest) -> Generator[Job, TimedOutputs, CompareReport]:
-    """Yields each job, receives its outputs and time by `send`, and returns the report.
+    """Yields each job, receives what `TimedOutputs` has by `send`, and returns the report.
 
     The timed runs of the variants alternate, so that other load affects all variants alike.
     """
     entries = [request.baseline, *request.variants]
     reports = [VariantReport(request) for _ in entries]
     for entry, report in zip(entries, reports, strict=True):
-        outputs, _ = yield entry.peak_memory
+        outputs, *_ = yield entry.peak_memory
         report.peak_bytes = int(outputs[PEAK_BYTES].numpy()[0])
     reference: RawTensor | None = None
     for _ in range(request.repeats):
         for entry, report in zip(entries, reports, strict=True):
-            outputs, compute_ms = yield entry.timing
+            outputs, compute_ms, report.notes = yield entry.timing
             report.times_ms.append(compute_ms)
             if reference is None:
                 reference = outputs["output"]
             elif report.output_error is None and report is not reports[0]:
                 report.measure_error(outputs["output"], reference)
     if request.has_float64_job:
-        outputs, _ = yield request.float64_job
+        outputs, *_ = yield request.float64_job
         assert reference is not None
         reports[0].measure_error(reference, outputs["output"])
     for entry, report in zip(entries[1:], reports[1:], strict=True):
         for job in request.divergence_jobs(entry):
-            outputs, _ = yield job
+            outputs, *_ = yield job
             report.add_rows(outputs)
     return _report(request, *reports)
 
@@ -81,10 +81,12 @@ def _report(
     # the jobs of every variant compare the same rows of the baseline
     baseline.take_baseline_rows(variants[0])
     pairs = list(zip(request.variants, variants, strict=True))
+    every = [(request.baseline, baseline), *pairs]
     notes = [
-        *(f"{note}." for e in (request.baseline, *request.variants) for note in e.plan.notes),
+        *(f"{note}." for entry, _ in every for note in entry.plan.notes),
+        *(f"{e.choice.variant.name}: {note}." for e, report in every for note in report.notes),
         *_general_notes(request, baseline, variants),
-        *_variant_notes([(request.baseline, baseline), *pairs]),
+        *_variant_notes(every),
     ]
     return CompareReport(
         _baseline_comparison(request, baseline),

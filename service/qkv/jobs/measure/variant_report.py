@@ -38,6 +38,7 @@ class VariantReport:
 
     Attributes:
         times_ms: compute time of each timed run.
+        notes: on the numbers of a run.
         peak_bytes: peak memory of a run.
         output_error: the error of the output; None if there is no reference.
         head_errors: the error of each head of the output; empty if it is unknown.
@@ -45,6 +46,7 @@ class VariantReport:
 
     def __init__(self, request: CompareRequest) -> None:
         self.times_ms: list[float] = []
+        self.notes: Sequence[str] = ()
         self.peak_bytes = 0
         self.output_error: OutputError | None = None
         self.head_errors: Sequence[OutputError | None] = ()
