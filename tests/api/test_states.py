@@ -208,7 +208,7 @@ def test_row_that_has_lost_digits_has_a_note(server: Server) -> None:
     """Keys opposite to the last query in `taylor`, and features that underflow in `linear`."""
     key = np.ones((1, 1, 40, 4)) + 1e-3 * np.random.default_rng(0).normal(size=(1, 1, 40, 4))
     value = np.random.default_rng(1).normal(size=(1, 1, 40, 3))
-    alike = {"query": np.abs(key), "key": key, "value": value}
+    alike: dict[str, Any] = {"query": np.abs(key), "key": key, "value": value}
     with qkv.Client(server.url) as client:
         for variant, other in (("taylor", {"query": -key}), ("linear", {"key": -700 * key})):
             options: Any = {"causal": True, "outputs": ["output", "state"]}

@@ -225,7 +225,7 @@ def test_compact_state_continues_within_the_roundings(name: str, sums: str) -> N
 def sums_from_elsewhere(case: Case, inputs: Arrays) -> Any:
     """Returns sums of the features of keys and of values and ones, as a textbook writes them."""
     value = inputs["value"]
-    key = inputs["key"] if "key" in inputs else value
+    key: Any = inputs.get("key", value)
     ones = np.ones_like(value[..., :1])
     features: Any = {
         "gated": key,

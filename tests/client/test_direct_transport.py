@@ -208,12 +208,32 @@ def test_connection_is_free_after_a_response_that_cannot_be_decoded() -> None:
     assert len(kept) == connections
 
 
+def test_large_body_is_sent_in_pieces() -> None:
+    """Of any chunks, in either client, with the headers of one in a single piece."""
+    chunks: list[bytes | memoryview] = [b"head", memoryview(bytes(range(256)) * 9000), b"", b"tail"]
+    content = b"".join(chunks)
+
+    async def read(request: httpx.Request) -> bytes:
+        return await request.aread()
+
+    with httpx.Client(base_url="http://here:1") as http:
+        spec = RequestSpec("POST", "/p", lambda r: r, chunks)
+        request = RequestTemplates(http).build(spec)
+        own = http.build_request("POST", "/p", content=content)
+        assert {*request.headers.raw} == {*own.headers.raw}
+        assert isinstance(request.stream, httpx.SyncByteStream)
+        assert max(map(len, request.stream)) == 1 << 20
+        assert request.read() == content
+        assert asyncio.run(read(RequestTemplates(http).build(spec))) == content
+
+
 def test_templates_are_bounded_and_requests_differ() -> None:
     with httpx.Client(base_url="http://here:1/base", headers={"A": "b"}, timeout=7) as http:
         templates = RequestTemplates(http)
         for i in range(_MAX_TEMPLATES + 10):
             for content in (b"", b"12", b"345"):
-                spec = RequestSpec("POST", f"/p{i}", lambda r: r, content, {"Content-Type": "x/y"})
+                headers = {"Content-Type": "x/y"}
+                spec = RequestSpec("POST", f"/p{i}", lambda r: r, [content], headers)
                 request = templates.build(spec)
                 own = http.build_request("POST", f"/p{i}", headers=spec.headers, content=content)
                 assert (request.method, request.url) == (own.method, own.url)

@@ -37,8 +37,8 @@ def outcome(work: Callable[[], Job]) -> Any:
     plan = job.plan
     return (
         {n: (t.dtype, t.shape, bytes(t.data)) for n, t in output.outputs.items()}, output.backend,
-        plan.arguments, plan.outputs, plan.form, plan.annotations(), plan.output_specs, plan.bytes_in,
-        plan.bytes_out, plan.flops, plan.score_count, plan.is_small, plan.batch_size,
+        plan.arguments, plan.outputs, plan.form, plan.annotations(), plan.output_specs,
+        plan.bytes_in, plan.bytes_out, plan.flops, plan.score_count, plan.is_small, plan.batch_size,
         plan.inputs.dtype, plan.inputs.shapes, plan.inputs.axes.sizes, plan.uses_sdpa,
     )  # fmt: skip
 

@@ -206,7 +206,16 @@ class Fitting:
         B, H, N, D = (self._size() for _ in "BHND")
         arrays = {name: self._numbers((B, H, N, D)) for name in _ROLES}
         form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
-        names = ["efficient", "gated", "linear", "linformer", "mean", "sigmoid", "softmax", "taylor"]
+        names = [
+            "efficient",
+            "gated",
+            "linear",
+            "linformer",
+            "mean",
+            "sigmoid",
+            "softmax",
+            "taylor",
+        ]
         fields |= {"variants": self._draw.choice(names, self._size(3)).tolist(), "repeats": 1}
         if self._chance():
             fields["anchor"] = {"variant": "softmax", "parameters": {"causal": self._chance()}}

@@ -8,7 +8,7 @@ longer than a small attention.
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, Final
 
@@ -23,18 +23,19 @@ _PIECE_BYTES: Final = 1 << 20
 
 
 class _Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """Content that is sent a piece at a time.
+    """A body that is sent a piece at a time, without a copy of the whole.
 
     httpcore copies what is left of a piece after each `send`, which takes about 2 MB: that was 2 GB
     for a body of 100 MB in one piece, and half a second.
     """
 
-    def __init__(self, content: bytes) -> None:
-        self._content = content
+    def __init__(self, chunks: Sequence[bytes | memoryview]) -> None:
+        self._chunks = chunks
 
     def __iter__(self) -> Iterator[bytes]:
-        for start in range(0, len(self._content), _PIECE_BYTES):
-            yield self._content[start : start + _PIECE_BYTES]
+        for chunk in self._chunks:
+            for start in range(0, len(chunk), _PIECE_BYTES):
+                yield bytes(memoryview(chunk)[start : start + _PIECE_BYTES])
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for piece in self:
@@ -68,11 +69,12 @@ class RequestTemplates:
         request = partial(
             httpx.Request, template.method, template.url, extensions=template.extensions
         )
-        if len(spec.content) <= _PIECE_BYTES:
+        size = sum(map(len, spec.chunks))
+        if size <= _PIECE_BYTES:
             return request(headers=template.headers, content=spec.content)
         headers = template.headers.copy()
-        headers["content-length"] = str(len(spec.content))
-        return request(headers=headers, stream=_Pieces(spec.content))
+        headers["Content-Length"] = str(size)
+        return request(headers=headers, stream=_Pieces(spec.chunks))
 
     def _build_template(self, spec: RequestSpec[Any]) -> httpx.Request:
         template = self._http.build_request(spec.method, spec.path, headers=spec.headers)

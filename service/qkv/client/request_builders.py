@@ -57,13 +57,24 @@ LayerChoice: TypeAlias = str | Mapping[str, Any]
 
 
 class RequestSpec(NamedTuple, Generic[_T]):
-    """A request as bytes, and the function that parses its response."""
+    """A request as bytes, and the function that parses its response.
+
+    Attributes:
+        method, path, headers: of the request.
+        parse: parses the response.
+        chunks: the parts of the body, which are sent one after the other.
+    """
 
     method: str
     path: str
     parse: Callable[[httpx.Response], _T]
-    content: bytes = b""
+    chunks: Sequence[bytes | memoryview] = ()
     headers: Mapping[str, str] = {}
+
+    @property
+    def content(self) -> bytes:
+        """The whole body, a copy."""
+        return b"".join(self.chunks)
 
 
 class StreamSpec(NamedTuple):
@@ -305,7 +316,7 @@ def build_post(
 ) -> RequestSpec[_T]:
     """Builds the request that posts a message; `parse` reads its response."""
     headers = {"Content-Type": codec.MEDIA_TYPE, "Accept": accept}
-    return RequestSpec("POST", path, parse, b"".join(codec.encode(message, group)), headers)
+    return RequestSpec("POST", path, parse, list(codec.encode(message, group)), headers)
 
 
 def choose_codec(message: Message) -> Codec:

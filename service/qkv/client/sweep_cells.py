@@ -22,8 +22,8 @@ from qkv.wire.responses import Crossover, Done, Progress
 __all__ = ["Cell", "Crossover", "Progress", "SweepResults"]
 
 _COLUMNS: Final = (
-    "index", "variant", "parameters", "length", "way", "median_ms", "least_ms", "most_ms",
-    "repeats", "flops", "bytes", "peak_bytes", "held_bytes", "problem",
+    "index", "variant", "parameters", "length", "median_ms", "least_ms", "most_ms", "repeats",
+    "flops", "bytes", "peak_bytes", "problem", "way", "held_bytes",
 )  # fmt: skip
 
 

@@ -332,7 +332,7 @@ class Plan:
         )
 
     def annotations(self, notes: Sequence[str] = ()) -> dict[str, Any]:
-        """Returns fields of the response: `weights_are` with weights, `layer` with a layer, `notes`.
+        """Returns fields of a response: `weights_are` with weights, `layer` with a layer, `notes`.
 
         `notes` are those on the numbers of a run.
         """

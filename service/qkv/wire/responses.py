@@ -241,9 +241,6 @@ class Cell(Response, frozen=True):
     length: Annotated[
         PositiveCount, doc("Length of queries and keys, or of the tokens before the timed one.")
     ]
-    way: Annotated[
-        str | None, doc("How a token is computed: state, cache or recompute; None: a whole call.")
-    ] = None
     median_ms: Annotated[NonNegative | None, doc("Median compute time of the repeats.")] = None
     least_ms: NonNegative | None = None
     most_ms: NonNegative | None = None
@@ -253,11 +250,14 @@ class Cell(Response, frozen=True):
     peak_bytes: Annotated[
         Count | None, doc("Peak memory of torch's allocator in a run, beyond the inputs.")
     ] = None
-    held_bytes: Annotated[
-        Count | None, doc("Bytes of the cache or of the state, kept from token to token.")
-    ] = None
     problem: Annotated[
         Mapping[str, Any] | None, doc("The problem document, if the variant cannot run.")
+    ] = None
+    way: Annotated[
+        str | None, doc("How a token is computed: state, cache or recompute; None: a whole call.")
+    ] = None
+    held_bytes: Annotated[
+        Count | None, doc("Bytes of the cache or of the state, kept from token to token.")
     ] = None
 
 

@@ -221,10 +221,8 @@ def test_unstable_rule_grows_as_the_reference_does() -> None:
 @each("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @each("normalize", [False, True])
 @each("rule", ["delta", "gated_delta"])
-def test_note_names_the_items_that_may_grow(
-    dtype: torch.dtype, normalize: bool, rule: Any
-) -> None:
-    """Where beta |k|^2 is above 2, at a token that is no padding."""
+def test_note_names_the_items_that_may_grow(dtype: torch.dtype, normalize: bool, rule: Any) -> None:
+    """The product beta |k|^2 is above 2 at a token that is no padding."""
     key = torch.nn.functional.normalize(normal(1, 4, 2, 9, 16), dim=-1)
     if not normalize:
         key[1] *= 2.0  # |k|^2 = 4
@@ -233,10 +231,9 @@ def test_note_names_the_items_that_may_grow(
     beta[3, 1, 4], beta[2, :, 8], key[2, :, 8] = 2.25, torch.nan, torch.inf
     decay = torch.zeros(4, 2, 9, 1) if rule == "gated_delta" else None
     tensors = normal(0, 4, 2, 9, 16), key, normal(2, 4, 2, 9, 3), decay, beta
-    narrow = [x if x is None else x.to(dtype) for x in tensors]
-    found = gated.attend(
-        *narrow, torch.tensor([9, 9, 7, 9]), rule=rule, normalize_qk=normalize, outputs=OUTPUT
-    )
+    narrow: list[Any] = [x if x is None else x.to(dtype) for x in tensors]
+    narrow.append(torch.tensor([9, 9, 7, 9]))
+    found = gated.attend(*narrow, rule=rule, normalize_qk=normalize, outputs=OUTPUT)
     assert found.notes[gated.UNSTABLE].tolist() == [False, not normalize, False, True]
 
 

@@ -180,8 +180,8 @@ TIMING: Final = named(
     | {"description": "Measured times in milliseconds; computed counts of flops and bytes."},
 )
 NOTES: Final = (
-    "Parameters of a loaded layer that the variant lacks and does not apply, and facts that make the "
-    "numbers less exact"
+    "Parameters of a loaded layer that the variant lacks and does not apply, and facts that make "
+    "the numbers less exact"
 )
 PROBLEM: Final = named(
     "Problem",

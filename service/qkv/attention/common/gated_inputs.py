@@ -117,13 +117,14 @@ class GatedInputs(TokenInputs):
 
         Padding does not count.
         """
-        assert self.beta_BTS is not None
         dtype = score_dtype(self.key_BGSD.dtype)
         size_BGS = torch.linalg.vector_norm(self.key_BGSD, dim=-1, dtype=dtype).square()
         if self.normalize_qk:
             size_BGS = size_BGS.clamp(max=1.0)
-        size_BTS = size_BGS.repeat_interleave(self.T // size_BGS.shape[1], 1)
-        grows_BTS = self.beta_BTS.to(dtype) * size_BTS > _STABLE
+        size_BTS = _with_heads(size_BGS, self.T)
+        if self.beta_BTS is not None:
+            size_BTS = self.beta_BTS.to(dtype) * size_BTS
+        grows_BTS = size_BTS > _STABLE
         if self.padding_BS is not None:
             grows_BTS = grows_BTS & ~self.padding_BS[:, None]
         is_unstable_B: Tensor = grows_BTS.flatten(1).any(1)
@@ -178,8 +179,8 @@ class GatedInputs(TokenInputs):
         if self.normalize_qk:
             query, key = _normalized(query), _normalized(key)
         T, scale = self.T, key.shape[-1] ** -0.5 if self.scale is None else self.scale
-        query = query.repeat_interleave(T * self.K // query.shape[1], 1) * scale
-        key, write = (x.repeat_interleave(T // x.shape[1], 1).flatten(0, 1) for x in (key, value))
+        query = _with_heads(query, T * self.K) * scale
+        key, write = (_with_heads(x, T).flatten(0, 1) for x in (key, value))
         erase = key if self.erases else None
         if self.beta_BTS is not None:
             beta = self.visible(self.beta_BTS[..., None].to(dtype)).flatten(0, 1)
@@ -195,6 +196,12 @@ class GatedInputs(TokenInputs):
         return by_head
 
 
+def _with_heads(x_BHSD: Tensor, heads: int) -> Tensor:
+    """Returns x with each head repeated, so that there are so many; x itself if it has them."""
+    repeats = heads // x_BHSD.shape[1]
+    return x_BHSD if repeats == 1 else x_BHSD.repeat_interleave(repeats, 1)
+
+
 def _normalized(x_BHSD: Tensor) -> Tensor:
     """Returns x / sqrt(sum x^2 + 1e-6), from x over its largest number: no square overflows."""
     size = x_BHSD.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)
@@ -207,9 +214,9 @@ def run(inputs: GatedInputs, state_XDE: Tensor, chunk: int) -> Tensor:
 
     It is computed in the dtype of the state before the first token.
     """
-    outputs = []
+    B, _, S, E = inputs.value_BVSE.shape
+    output_BHSE = state_XDE.new_empty(B, inputs.T * inputs.K, S, E)
     sums: Sums = (state_XDE,)
     for part in parts(inputs, chunk):
-        output, sums = inputs.rows(part).read_all(sums, chunk)
-        outputs.append(output)
-    return torch.cat(outputs, 2)
+        output_BHSE[:, :, part], sums = inputs.rows(part).read_all(sums, chunk)
+    return output_BHSE

@@ -127,9 +127,13 @@ class Chunks(NamedTuple):
 
     def _read(self, state_XYDE: Tensor, update_XYCE: Tensor) -> Tensor:
         """Returns what the queries read of the states before the chunks, and within them."""
-        read = self.query_XYKCD @ state_XYDE[:, :, None]
-        read = read + self.pairs_XYKCC @ update_XYCE[:, :, None]
-        return read.movedim(2, 1).flatten(2, 3)
+        K = self.query_XYKCD.shape[2]
+        read_XYKCE = self.query_XYKCD @ state_XYDE[:, :, None]
+        read_XYKCE = torch.baddbmm(
+            read_XYKCE.flatten(0, 2), self.pairs_XYKCC.flatten(0, 2),
+            update_XYCE[:, :, None].expand(-1, -1, K, -1, -1).flatten(0, 2),
+        ).view_as(read_XYKCE)  # fmt: skip
+        return read_XYKCE.movedim(2, 1).flatten(2, 3)
 
     def row_weights(self, later_XKRD: Tensor, own: slice) -> tuple[Tensor, Tensor]:
         """Returns the weights of one chunk's w in rows of A, and what the rows read before it.
@@ -212,5 +216,6 @@ def _decay(sums_XYCZ: Tensor, dtype: torch.dtype) -> Tensor:
     """
     one = torch.ones(2 * sums_XYCZ.shape[2:3], dtype=torch.bool, device=sums_XYCZ.device)
     between = sums_XYCZ[:, :, :, None] - sums_XYCZ[:, :, None]
-    between = between.masked_fill(one.triu()[..., None], 0.0)
-    return between.masked_fill(one.triu(1)[..., None], -torch.inf).to(dtype).exp()
+    between.masked_fill_(one.triu()[..., None], 0.0)
+    between.masked_fill_(one.triu(1)[..., None], -torch.inf)
+    return between.to(dtype).exp()

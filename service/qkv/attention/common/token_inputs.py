@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field
@@ -21,7 +21,7 @@ from qkv.errors import InvalidContent
 
 __all__ = ["Chunk", "Form", "Read", "Sums", "TokenInputs", "parts", "tail_sizes"]
 
-_ELEMENTS: Final = 1 << 21  # of the pairs and rows of chunks that are processed together
+_ELEMENTS = 1 << 20  # of the pairs and rows of chunks that are processed together: 4 MiB of float32
 
 Chunk = Annotated[
     int,

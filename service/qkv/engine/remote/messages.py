@@ -138,8 +138,6 @@ def unpack_results(payload: bytes, device: str) -> list[tuple[int, Result]]:
     backend, *notes = orjson.loads(payload[first:end])
     results = []
     for id, batch_size, *seconds in _RESULT.iter_unpack(payload[end:]):
-        result = Result(
-            {}, Times(*seconds), backend, batch_size, device=device, notes=tuple(notes)
-        )
+        result = Result({}, Times(*seconds), backend, batch_size, device=device, notes=tuple(notes))
         results.append((id, result))
     return results

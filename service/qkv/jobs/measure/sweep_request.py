@@ -144,7 +144,8 @@ class SweepRequest:
     ) -> TimingPlan:
         """Returns a run of these lengths; `held` are dtype and shape of a state's tensors."""
         name, dtype = curve.choice.variant.name, self._fields.dtype
-        specs = {n: (dtype, s) for n, s in self._shapes(curve.choice.variant, L, S).items()}
+        shapes = self._shapes(curve.choice.variant, L, S)
+        specs: dict[str, tuple[str, tuple[int, ...]]] = {n: (dtype, s) for n, s in shapes.items()}
         specs |= held
         size = sum(nbytes(*spec) for spec in specs.values())
         if size > self._limits.job_bytes:  # checked before the allocation
@@ -158,14 +159,18 @@ class SweepRequest:
         message = Message(fields, {n: RawTensor(*spec, _NOTHING) for n, spec in specs.items()})
         return TimingPlan.of(Plan.from_message(name, message, self._limits))
 
-    def job(self, plan: TimingPlan, length: int, held: Mapping[str, RawTensor]) -> Job:
+    def job(
+        self, plan: TimingPlan, length: int, held: Mapping[str, RawTensor] | None = None
+    ) -> Job:
         """Returns a run with random inputs beside the tensors of a state.
 
         Every variant gets the same numbers.
         """
-        shapes = plan.inputs.sent_shapes
-        drawn = {n: self._random(n, s, length) for n, s in shapes.items() if n not in held}
-        return Job(plan, {n: held[n] if n in held else drawn[n] for n in shapes})
+        tensors = dict(held or {})
+        for name, shape in plan.inputs.sent_shapes.items():
+            if name not in tensors:
+                tensors[name] = self._random(name, shape, length)
+        return Job(plan, {name: tensors[name] for name in plan.inputs.sent_shapes})
 
     def _random(self, name: str, shape: Sequence[int], length: int) -> RawTensor:
         generator = np.random.default_rng([self._fields.seed, length, *name.encode()])

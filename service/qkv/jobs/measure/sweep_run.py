@@ -68,7 +68,7 @@ class SweepRun:
             for index, curve in enumerate(request.curves):
                 name = curve.choice.variant.name
                 yield "progress", Progress(done, total, name, length)
-                cell = Cell(index, curve.choice.parameters, name, length, curve.way)
+                cell = Cell(index, curve.choice.parameters, name, length, way=curve.way)
                 try:
                     times, cell = await self._measure(cell, curve)
                     curves[index][length] = times
@@ -110,10 +110,12 @@ class SweepRun:
         """Returns the state behind the tokens before the timed one."""
         plan = self._request.plan_before(curve, length)
         with self._runner.reserve(plan.bytes):
-            outputs, _ = await self._runner.measure(await self._new_job(plan, length, {}))
+            outputs, _ = await self._runner.measure(await self._new_job(plan, length))
         return {name: x for name, x in outputs.items() if name.startswith(STATE)}
 
-    async def _new_job(self, plan: TimingPlan, length: int, held: Mapping[str, RawTensor]) -> Job:
+    async def _new_job(
+        self, plan: TimingPlan, length: int, held: Mapping[str, RawTensor] | None = None
+    ) -> Job:
         work = asyncio.to_thread(self._request.job, plan, length, held)
         return await _finish_despite_cancel(work)
 
