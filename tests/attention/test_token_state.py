@@ -358,6 +358,10 @@ def _without(*names: str) -> Any:
             _changed("state.version", lambda x: x + 1),
             "belongs to another format: got 2, expected 1",
         ),
+        (
+            _changed("state.version", lambda x: x + (np.arange(x.shape[1]) == 1)),
+            "belongs to another variant: got ",
+        ),
         (_changed("state.tail_length", lambda x: x + 12), "tail_length is out of range: got 16"),
         (_changed("state.tail_length", lambda x: x - 5), "tail_length is out of range: got -1"),
         (

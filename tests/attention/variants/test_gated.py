@@ -258,9 +258,10 @@ def test_numbers_beyond_float32_are_computed_in_float64() -> None:
 MEASURED: Final = """
 from qkv.attention.variants import gated
 query, gate = torch.randn(1, 2, 16384, 64), torch.rand(1, 2, 16384)
+decay = -gate[..., None].expand(1, 2, 16384, CHANNELS)
 start()
 found = gated.attend(
-    query, query / 9, query, -gate[..., None], gate, rule="gated_delta", outputs={"output"}
+    query, query / 9, query, decay, gate, rule="gated_delta", outputs=frozenset({OUTPUTS})
 )
 say()
 """
@@ -268,6 +269,9 @@ say()
 
 @pytest.mark.slow
 @needs_proc
-def test_memory_is_the_output_and_some_chunks() -> None:
+@each("channels", [1, 64])
+@each("outputs", ['"output"', '"output", "state"'])
+def test_memory_is_the_output_and_some_chunks(channels: int, outputs: str) -> None:
     """The output has 8 MiB; a matrix of weights would have 1 GiB."""
-    assert peaks(MEASURED)[-1].above < 128 << 20
+    code = MEASURED.replace("CHANNELS", str(channels)).replace("OUTPUTS", outputs)
+    assert peaks(code)[-1].above < 128 << 20

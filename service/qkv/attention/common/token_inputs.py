@@ -90,6 +90,11 @@ class TokenInputs(ABC):
         """A tensor of the tokens, (B, heads, N, ...)."""
         return next(iter(self.tensors.values()))
 
+    def new_output(self, N: int) -> Tensor:
+        """Returns an output of N positions, without numbers, in the dtype of the tokens."""
+        heads = max(x.shape[1] for x in self.tensors.values())
+        return self.first.new_empty(len(self.first), heads, N, self.tensors["value"].shape[3])
+
     def read_all(self, sums: Sums, chunk: int) -> tuple[Tensor, Sums]:
         """Returns the output of any number of tokens in chunks, and the sums behind them."""
         outputs = []

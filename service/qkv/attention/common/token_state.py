@@ -127,11 +127,12 @@ def run_from(new: TokenInputs, past: Any | None, chunk: int, form: str) -> Conti
         form: of the state that is returned, exact or compact.
     """
     sequence, sums = _Sequence.of(new, past), new.sums_of(past)
-    S, dtype = new.first.shape[2], new.first.dtype
+    S = new.first.shape[2]
     counts, end_B = sequence.counts, sequence.tail_B + sequence.length_B
     longest = sum(counts) if counts else S + (chunk - 1 if sequence.tails else 0)
-    outputs, is_lost_B = [], None
-    for start in range(0, max(longest, 1), chunk):
+    starts = range(0, max(longest, 1), chunk)
+    output_BHNE, is_lost_B = new.new_output(len(starts) * chunk), None
+    for start in starts:
         rows = slice(None)
         if counts:
             part = sequence.same_tokens_at(start, chunk, *counts)
@@ -140,11 +141,10 @@ def run_from(new: TokenInputs, past: Any | None, chunk: int, form: str) -> Conti
             part = sequence.tokens_at(torch.full_like(end_B, start), chunk)
         needed = start + chunk if form == "exact" else start + 1
         read = part.read(sums, longest >= needed, rows)
-        outputs.append(read.output_BHCE.to(dtype))
+        output_BHNE[:, :, start : start + chunk] = read.output_BHCE
         if read.is_lost_B is not None:
             is_lost_B = read.is_lost_B if is_lost_B is None else is_lost_B | read.is_lost_B
         sums = read.sums if counts else _kept(end_B < needed, sums, read.sums)
-    output_BHNE = torch.cat(outputs, 2)
     if counts:
         output_BHSE = _padded(output_BHNE[:, :, counts[0] : sum(counts)], S)
     else:
