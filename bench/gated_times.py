@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -118,14 +119,13 @@ def token_calls(client: Client) -> dict[str, Call]:
     token: dict[str, Any] = {
         name: np.ascontiguousarray(x[:, :, 100:]) for name, x in arrays.items()
     }
-    named = ["output", "state"]
-    state = client.attend("gated", **prompt, **RULE, outputs=named).state
+    run = partial(client.attend, "gated", **RULE, outputs=["output", "state"])
+    state, short = run(**prompt).state, run(**prompt, chunk=16).state
     numbers = sum(x.nbytes for x in (*state.values(), *token.values())) // 4
     plain = np.ones((1, H, numbers // (H * D), D), np.float32)
     return {
-        "a token of `gated`": lambda: client.attend(
-            "gated", **token, **RULE, state=state, outputs=named
-        ),
+        "a token of `gated`": lambda: run(**token, state=state),
+        "the same, `chunk` 16": lambda: run(**token, state=short, chunk=16),
         "`mean` of as many bytes": lambda: client.attend("mean", value=plain, weights="none"),
     }
 

@@ -23,7 +23,7 @@ def test_contenders_compute_the_same(server: Server) -> None:
         looped = calls[gated_times.LOOP]().float()
         first = over_http[:, :, : looped.shape[2]]
         torch.testing.assert_close(first, looped, rtol=0, atol=1e-5)
-        a_token, plain = gated_times.token_calls(client).values()
+        a_token, _, plain = gated_times.token_calls(client).values()
         sent = sum(x.nbytes for x in a_token().outputs.values())
         # both directions have the state; a token's inputs are larger than its output
         assert abs(sent - plain().output.nbytes) < 8 << 10
