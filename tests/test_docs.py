@@ -30,12 +30,12 @@ from qkv.cli.main import main
 from qkv.settings import Settings
 from support.paths import ROOT
 
-README, HTTP, PYTHON, RUNNING, V2, LAYOUTS, MODEL, MODELS, GATED = (
+README, HTTP, PYTHON, RUNNING, V2, LAYOUTS, MODEL, MODELS, GATED, STATE = (
     (ROOT / page).read_text()
     for page in (
         "README.md", "docs/http.md", "docs/python.md", "docs/running.md",
         "docs/open-inference-protocol.md", "docs/layouts.md", "docs/from-your-model.md",
-        "docs/models.md", "docs/variants/gated.md",
+        "docs/models.md", "docs/variants/gated.md", "docs/state.md",
     )
 )  # fmt: skip
 ADDRESS: Final = "http://127.0.0.1:8000"
@@ -129,7 +129,7 @@ def test_every_documented_response_belongs_to_a_curl_example() -> None:
     ("program", "printed"),
     [
         each
-        for page in (README, PYTHON, V2, MODEL, MODELS, GATED)
+        for page in (README, PYTHON, V2, MODEL, MODELS, GATED, STATE)
         for each in examples("python", page)
     ],
 )

@@ -17,7 +17,7 @@ from support import minilm
 from support.paths import ROOT
 
 FOLDER = ROOT / "examples"
-NAMES = ("which-heads", "oracle", "seeds", "checkpoint")
+NAMES = ("which-heads", "oracle", "seeds", "checkpoint", "decoding")
 MAX_BYTES = 400_000
 SENTENCES = (FOLDER / "sentences.txt").read_text().splitlines()
 PAIRS = 16

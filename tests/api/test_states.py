@@ -19,6 +19,8 @@ from support.commands import error_of, read_tensors, stdout_of, write_tensors
 from support.each import each
 from support.known_requests import DTYPES, as_array, as_json, assert_problem
 from support.service import Server
+from support.state_requests import CASES, Arrays, Case
+from support.state_requests import tokens as drawn_tokens
 from support.triton_client import (
     infer_inputs,
     raises_inference_error,
@@ -26,28 +28,31 @@ from support.triton_client import (
     triton_client,
 )
 
-Arrays = dict[str, Any]
 CUTS: Final = (0, 1, 70, 71, 150)
-PARAMETERS: Final[dict[str, Any]] = {"rule": "gated_delta", "chunk": 32}
+DELTA: Final = CASES["gated gated_delta"]
+PARAMETERS: Final[dict[str, Any]] = {**DELTA.parameters, "chunk": 32}
 PATH: Final = "/v1/attention/gated"
 NAMES: Final = (
     "state.version", "state.sums", "state.tail_length", "state.tail_key", "state.tail_value",
     "state.tail_log_decay", "state.tail_beta",
 )  # fmt: skip
+ONE_OF_EACH: Final = (
+    "gated gated_delta", "linear True", "efficient True", "taylor True", "mean",
+)  # fmt: skip
 
 
-def tokens(dtype: str = "float32", channels: bool = False) -> Arrays:
-    """Returns 150 tokens of two key heads and four value heads."""
-    random = np.random.default_rng(0)
-    key = random.normal(size=(1, 2, 150, 8))
-    found = {
-        "query": random.normal(size=(1, 2, 150, 8)),
-        "key": key / np.linalg.norm(key, axis=-1, keepdims=True),
-        "value": random.normal(size=(1, 4, 150, 6)),
-        "log_decay": -random.random((1, 4, 150, *([8] * channels))),
-        "beta": random.random((1, 4, 150)),
-    }
-    return {n: x.astype(DTYPES[dtype]) for n, x in found.items()}
+def tokens(case: Case = DELTA, dtype: str = "float32", channels: bool = False) -> Arrays:
+    """Returns 150 tokens of two key heads; `gated` has four value heads."""
+    heads = (2, 2, 4) if case.variant == "gated" else (4, 2, 2)
+    return drawn_tokens(0, 150, case, heads=heads, D=8, E=6, channels=channels, dtype=dtype)
+
+
+def parameters_of(case: Case) -> dict[str, Any]:
+    return {**case.parameters, "chunk": 32}
+
+
+def path_of(case: Case) -> str:
+    return f"/v1/attention/{case.variant}"
 
 
 def parts(inputs: Arrays) -> list[Arrays]:
@@ -57,91 +62,105 @@ def parts(inputs: Arrays) -> list[Arrays]:
     ]
 
 
-def whole(url: str, inputs: Arrays) -> Arrays:
+def whole(url: str, inputs: Arrays, case: Case = DELTA) -> Arrays:
     """Returns output and state of all tokens in one request."""
     with qkv.Client(url) as client:
-        run = client.attend("gated", **inputs, **PARAMETERS, outputs=["output", "state"])
+        run = client.attend(
+            case.variant, **inputs, **parameters_of(case), outputs=["output", "state"]
+        )
     return dict(run.outputs)
+
+
+def names_of(outputs: Arrays) -> list[str]:
+    """Returns the names of the tensors of the state, in their order."""
+    return [name for name in outputs if name.startswith("state.")]
 
 
 def assert_same(outputs: list[Any], state: Arrays, expected: Arrays) -> None:
     joined = np.concatenate(outputs, 2)
     assert joined.tobytes() == expected["output"].tobytes()
-    for name in NAMES:
+    assert names_of(state) == names_of(expected)
+    for name in names_of(state):
         assert state[name].dtype == expected[name].dtype, name
         assert state[name].tobytes() == expected[name].tobytes(), name
 
 
+@each("name", [*ONE_OF_EACH])
 @each("dtype", ["float64", "float32", "float16", "bfloat16"])
 @each("form", ["lists", "base64"])
 @each("channels", [False, True])
 def test_json_carries_a_state_bit_for_bit(
-    server: Server, dtype: str, form: str, channels: bool
+    server: Server, name: str, dtype: str, form: str, channels: bool
 ) -> None:
     """The tensors of the response are those of the next request, as they are in the text."""
-    inputs = tokens(dtype, channels)
+    case = CASES[name]
+    inputs = tokens(case, dtype, channels)
     state: dict[str, Any] = {}
     outputs = []
     for some in parts(inputs):
         sent = {n: as_json(x, form) for n, x in some.items()}
         body: dict[str, Any] = {
-            "inputs": {**sent, **state}, "parameters": PARAMETERS, "outputs": ["output", "state"],
-            "dtype": dtype, "encoding": form,
+            "inputs": {**sent, **state}, "parameters": parameters_of(case),
+            "outputs": ["output", "state"], "dtype": dtype, "encoding": form,
         }  # fmt: skip
-        response = server.http.post(PATH, json=body)
+        response = server.http.post(path_of(case), json=body)
         assert response.status_code == 200, response.text
         found = json.loads(response.text)["outputs"]
         outputs.append(as_array(found.pop("output")).astype(DTYPES[dtype]))
         state = found
-    assert [*state] == [*NAMES]
-    expected = whole(server.url, inputs)
+    expected = whole(server.url, inputs, case)
+    assert [*state] == names_of(expected)
     decoded = {n: as_array(x).astype(expected[n].dtype) for n, x in state.items()}
     assert_same(outputs, decoded, expected)
 
 
+@each("name", [*ONE_OF_EACH])
 @each("dtype", ["float64", "bfloat16"])
-def test_safetensors_carry_a_state_bit_for_bit(server: Server, dtype: str) -> None:
+def test_safetensors_carry_a_state_bit_for_bit(server: Server, name: str, dtype: str) -> None:
     """The service's bytes of each tensor are sent back as they are."""
-    inputs = tokens(dtype)
+    case = CASES[name]
+    inputs = tokens(case, dtype)
     state: dict[str, Any] = {}
     outputs = []
     for some in parts(inputs):
         tensors = {n: qkv.tensors.RawTensor.from_numpy(x) for n, x in some.items()}
-        fields = {"parameters": PARAMETERS, "outputs": ["output", "state"]}
+        fields = {"parameters": parameters_of(case), "outputs": ["output", "state"]}
         content = b"".join(safetensors.encode(Message(fields, {**tensors, **state}), "inputs"))
         media = {"content-type": safetensors.MEDIA_TYPE, "accept": safetensors.MEDIA_TYPE}
-        response = server.http.post(PATH, content=content, headers=media)
+        response = server.http.post(path_of(case), content=content, headers=media)
         assert response.status_code == 200, response.text
         found = dict(safetensors.decode(response.content, "outputs").tensors)
         outputs.append(found.pop("output").numpy())
         state = found
     decoded = {n: x.numpy() for n, x in state.items()}
-    assert_same(outputs, decoded, whole(server.url, inputs))
+    assert_same(outputs, decoded, whole(server.url, inputs, case))
 
 
+@each("name", [*ONE_OF_EACH])
 @each("binary", [True, False])
-def test_tritonclient_carries_a_state_bit_for_bit(server: Server, binary: bool) -> None:
+def test_tritonclient_carries_a_state_bit_for_bit(server: Server, name: str, binary: bool) -> None:
     """The tensors are inputs and outputs of the model, by their names."""
-    inputs = tokens()
+    case = CASES[name]
+    inputs, parameters = tokens(case), parameters_of(case)
+    expected = whole(server.url, inputs, case)
     state: Arrays = {}
-    outputs = []
-    named = requested_outputs(**dict.fromkeys(("output", *NAMES), binary))
+    outputs, names = [], names_of(expected)
+    named = requested_outputs(**dict.fromkeys(("output", *names), binary))
     with triton_client(server.url) as client:
-        metadata = client.get_model_metadata("gated")
+        metadata = client.get_model_metadata(case.variant)
         optional = {x["name"]: x["parameters"]["optional"] for x in metadata["inputs"]}
-        assert all(optional[name] for name in NAMES)
-        assert {*NAMES} <= {x["name"] for x in metadata["outputs"]}
+        assert all(optional[name] for name in names)
+        assert {*names} <= {x["name"] for x in metadata["outputs"]}
         for some in parts(inputs):
             sent = infer_inputs({**some, **state}, None if binary else [])
-            result = client.infer("gated", sent, outputs=named, parameters=PARAMETERS)
+            result = client.infer(case.variant, sent, outputs=named, parameters=parameters)
             outputs.append(result.as_numpy("output"))
-            state = {name: result.as_numpy(name) for name in NAMES}
-        assert_same(outputs, state, whole(server.url, inputs))
+            state = {name: result.as_numpy(name) for name in names}
+        assert_same(outputs, state, expected)
         sent = infer_inputs(parts(inputs)[0])
         with raises_inference_error("outputs names state: expected each of its tensors"):
-            client.infer(
-                "gated", sent, outputs=requested_outputs(state=True), parameters=PARAMETERS
-            )
+            wrong = requested_outputs(state=True)
+            client.infer(case.variant, sent, outputs=wrong, parameters=parameters)
 
 
 @each("binary", [True, False])
@@ -183,6 +202,19 @@ def test_unstable_rule_has_a_note(server: Server) -> None:
     with triton_client(server.url) as triton:
         result = triton.infer("gated", infer_inputs(grows), parameters=PARAMETERS)
         assert result.get_response()["parameters"]["notes"] == note
+
+
+def test_row_that_has_lost_digits_has_a_note(server: Server) -> None:
+    """Keys opposite to the last query in `taylor`, and features that underflow in `linear`."""
+    key = np.ones((1, 1, 40, 4)) + 1e-3 * np.random.default_rng(0).normal(size=(1, 1, 40, 4))
+    value = np.random.default_rng(1).normal(size=(1, 1, 40, 3))
+    alike: dict[str, Any] = {"query": np.abs(key), "key": key, "value": value}
+    with qkv.Client(server.url) as client:
+        for variant, other in (("taylor", {"query": -key}), ("linear", {"key": -700 * key})):
+            options: Any = {"causal": True, "outputs": ["output", "state"]}
+            assert client.attend(variant, **alike, **options).notes == ()
+            (note,) = client.attend(variant, **{**alike, **other}, **options).notes
+            assert note.startswith("the sum of the weights of a row has lost digits")
 
 
 def test_a_state_of_one_server_continues_on_another(
@@ -230,7 +262,7 @@ def test_both_clients_carry_a_state_of_either_library(server: Server) -> None:
 
 def test_a_compact_state_of_a_client_stays_compact(server: Server) -> None:
     """Sums alone are enough; a run that was not asked for a state has none."""
-    inputs = tokens("float64")
+    inputs = tokens(dtype="float64")
     first, *rest = parts(inputs)
     expected = whole(server.url, inputs)
     with qkv.Client(server.url) as client:

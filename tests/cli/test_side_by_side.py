@@ -185,6 +185,16 @@ def test_sweep_prints_a_table_and_writes_both_files(url: str, tmp_path: Path, pl
     ElementTree.parse(plot)
 
 
+@pytest.mark.parametrize("place", ["service", "local"])
+def test_sweep_times_the_next_token(url: str, place: str) -> None:
+    printed = stdout_of(
+        "sweep", "softmax", "gated", "--lengths", "8", "--repeats", "1", "--heads", "1",
+        "--width", "4", "--mode", "decode", *target_options(place, url),
+    )  # fmt: skip
+    for word in ("recompute", "cache", "state", f"{2 * 9 * 4 * 4} bytes"):
+        assert word in printed
+
+
 def test_cell_without_enough_memory_is_reported_and_the_sweep_continues() -> None:
     """Each input would have 4 PiB."""
     huge = ("--batch", "4096", "--heads", "4096", "--width", "64", "--lengths", "1048576")

@@ -313,8 +313,8 @@ def test_table_csv_and_html_have_all_cells() -> None:
     ]
     lines = sweep.csv().splitlines()
     assert lines[0].startswith("index,variant,parameters,length,median_ms,")
-    assert lines[1] == "0,softmax,{},256,1.0,0.5,2.0,5,10,20,30,"
-    assert lines[3] == "0,softmax,{},512,,,,,,,,too many"
+    assert lines[1] == "0,softmax,{},256,1.0,0.5,2.0,5,10,20,30,,,"
+    assert lines[3] == "0,softmax,{},512,,,,,,,,too many,,"
     page = sweep._repr_html_()
     assert all(text in page for text in ("does not run", "1 (0.5–2)", "linear becomes faster than"))
     assert "1 (0.5–2)" in sweep.cells[0]._repr_html_()
@@ -383,6 +383,22 @@ def test_cells_of_a_real_service_agree_with_its_runs(url: str, run_sweep: RunSwe
             assert 0 < found.least_ms <= found.median_ms <= found.most_ms
             assert found.repeats == 2
             assert found.peak_bytes
+
+
+def test_decoding_has_a_curve_for_each_way(url: str, run_sweep: RunSweep) -> None:
+    """In table, CSV and figure: what a token costs, and what is kept for it."""
+    cells, sweep = run_sweep(url, heads=2, width=4, repeats=2, mode="decode")
+    ways = [("softmax", "recompute"), ("softmax", "cache"), ("linear", "state")]
+    assert [(c.variant, c.way) for c in cells] == 2 * ways
+    assert sweep.names == {i: "\n".join(way) for i, way in enumerate(ways)}
+    kept = sweep.table().split("kept from token to token")[1]
+    assert f"{2 * 2 * 257 * 4 * 4:,} bytes" in kept
+    assert f"{cells[2].held_bytes:,} bytes" in kept
+    *_, line = sweep.csv().splitlines()
+    assert line.endswith(f",state,{cells[2].held_bytes}")
+    (axes,) = sweep.plot().axes
+    assert axes.get_xlabel() == "tokens before the next one"
+    assert [text.get_text() for text in axes.get_legend().texts] == [" ".join(w) for w in ways]
 
 
 def test_variant_that_cannot_run_is_a_cell_with_a_problem(serve: Callable[..., Server]) -> None:

@@ -126,6 +126,25 @@ def test_sweep_is_drawn_while_it_runs(open_page: Open, server: Server) -> None:
     assert body["lengths"] == [64, 128, 256, 512, 1024]
 
 
+def test_sweep_of_the_next_token_draws_each_way(open_page: Open, server: Server) -> None:
+    """Softmax has two curves; the table says what each one keeps."""
+    opened = open_page(server.url)
+    page = wait_until_drawn(opened)
+    sweep = page.locator("#sweep")
+    sweep.get_by_label("Time", exact=True).select_option("decode")
+    sweep.get_by_label("Up to").select_option("512")
+    for label, value in (("Heads", "1"), ("Width", "8"), ("Repeats", "1")):
+        sweep.get_by_label(label).fill(value)
+    sweep.get_by_role("button", name="Measure").click()
+    expect(sweep.get_by_role("status")).to_contain_text(re.compile("^20 measurements"))
+    assert opened.posted("/v1/sweep")[-1]["mode"] == "decode"
+    sweep.locator("summary").click()
+    table = sweep.get_by_role("table")
+    for label in ("softmax, recompute", "softmax, cache", "linear, state"):
+        expect(table.get_by_role("columnheader", name=label)).to_be_visible()
+    expect(table).to_contain_text(f"keeps {2 * 65 * 8 * 4:,} bytes")
+
+
 def test_stopped_sweep_stops_in_the_service(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     sweep = page.locator("#sweep")

@@ -126,6 +126,8 @@ class Fitting:
             fields["parameters"] = dict(given["parameters"])
             if any(name.endswith("_projection") for name in arrays):
                 fields["parameters"].pop("rank", None)  # the projection determines the rank
+        if fields.get("outputs"):
+            self._fit_state(variant, arrays, fields)
         if "weights" in fields:
             fields["weights"] = self._form_of_weights(variant, arrays, fields["weights"])
             if fields["weights"] != "full":  # other forms restrict the outputs
@@ -139,6 +141,19 @@ class Fitting:
         if self._path.startswith("/v1/gradients"):
             arrays["grad_output"] = self._numbers(shape)
         return {"inputs": {name: as_json(a, form) for name, a in arrays.items()}, **fields}
+
+    def _fit_state(
+        self, variant: Variant, arrays: dict[str, Array], fields: dict[str, Any]
+    ) -> None:
+        """Asks for a whole state instead of parts of it, with what it needs."""
+        asked = ("state" if n.startswith("state.") else n for n in fields["outputs"])
+        fields["outputs"] = [*dict.fromkeys(asked)]
+        if "state" not in fields["outputs"]:
+            return
+        fields["parameters"] = {**fields.get("parameters", {}), **variant.state_needs}
+        if "L" in variant.inputs.get("query", variant.inputs["value"]).letters:
+            B, H, _, D = arrays["query"].shape
+            arrays["query"] = self._numbers((B, H, arrays["key"].shape[2], D))
 
     def _form_of_weights(self, variant: Variant, arrays: Mapping[str, Array], given: Any) -> Any:
         """Returns the form with rows and keys that exist."""

@@ -11,9 +11,9 @@ import pytest
 from qkv.attention.common import (
     explicit_outputs,
     fused_kernel,
-    gated_inputs,
     gradients,
     running_softmax,
+    token_inputs,
 )
 from qkv.attention.variants import efficient, linear, linformer, sigmoid, taylor
 
@@ -23,11 +23,11 @@ __all__ = ["small_blocks"]
 # test of several blocks needs tensors of gigabytes. No test sets these names elsewhere.
 _SIZES: Final = (
     (explicit_outputs, "_SCORE_ELEMENTS"),
-    (gated_inputs, "_ELEMENTS"),
     (fused_kernel, "BIAS_ELEMENTS"),
     (gradients, "_SCORE_ELEMENTS"),
     (gradients, "_WORTH_IT"),
     (running_softmax, "_ELEMENTS"),
+    (token_inputs, "_ELEMENTS"),
     (efficient, "_ELEMENTS"),
     (linear, "_ELEMENTS"),
     (linformer, "_ELEMENTS"),

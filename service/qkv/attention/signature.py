@@ -20,6 +20,7 @@ from qkv.tensors import DTYPES, FLOATING
 
 __all__ = [
     "STATE",
+    "TAIL",
     "VERSION",
     "Input",
     "Output",
@@ -31,6 +32,8 @@ __all__ = [
 
 STATE: Final = "state."
 """The beginning of the names of a state's tensors."""
+TAIL: Final = f"{STATE}tail_"
+"""The beginning of the names of the tensors that only the exact form of a state has."""
 VERSION: Final = f"{STATE}version"
 """The tensor that says what a state belongs to; the engine adds it to those of the variant."""
 _FROM_ENGINE: Final = ("outputs", "plane_BH")  # arguments from the engine, not from the request

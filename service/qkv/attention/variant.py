@@ -22,7 +22,7 @@ from torch import Tensor
 from qkv.attention import defaults, variant_file
 from qkv.attention.identity_weights import IdentityWeights
 from qkv.attention.json_integers import takes_integers, to_integer
-from qkv.attention.signature import STATE, VERSION, Input, Output, State
+from qkv.attention.signature import STATE, TAIL, VERSION, Input, Output, State
 from qkv.errors import InvalidContent, format_value, pointer_to
 
 __all__ = ["Variant"]
@@ -60,8 +60,24 @@ class Variant:
         """Returns the names of the tensors of a state for these parameters, in their order."""
         if self.state is None:
             return []
-        fields = self.module.state_fields(parameters)
-        return [n for n in self.state.inputs if n == VERSION or n.removeprefix(STATE) in fields]
+        names = list(self.state.inputs)
+        if (hook := getattr(self.module, "state_fields", None)) is not None:
+            fields = hook(parameters)
+            names = [n for n in names if n == VERSION or n.removeprefix(STATE) in fields]
+        if getattr(parameters, "state") == "compact":  # noqa: B009
+            names = [n for n in names if not n.startswith(TAIL)]
+        return names
+
+    @property
+    def state_needs(self) -> Mapping[str, Any]:
+        """The values that parameters of a request with a state have: the file's STATE_NEEDS."""
+        return typing.cast("Mapping[str, Any]", getattr(self.module, "STATE_NEEDS", {}))
+
+    def for_weights(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of `attend` without a state that the weights do not depend on."""
+        if self.state is None or self.state.argument in _argument_names(self.module.weights):
+            return dict(arguments)
+        return {n: x for n, x in arguments.items() if n != self.state.argument}
 
     def with_state(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments of `attend`, with the tensors of a state as one of them."""

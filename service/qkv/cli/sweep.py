@@ -54,7 +54,7 @@ def _parse_lengths(context: click.Context, option: click.Parameter, text: str) -
     default="64,128,256,512,1024,2048,4096",
     show_default=True,
     metavar="N,N,...",
-    help="Lengths of queries and keys.",
+    help="Lengths of queries and keys, or of the tokens before the next one.",
 )
 @click.option(
     "--batch", type=int, metavar="N", help="Batch size of the inputs.  [default: the service's]"
@@ -63,6 +63,12 @@ def _parse_lengths(context: click.Context, option: click.Parameter, text: str) -
 @click.option("--width", type=int, metavar="N", help="Width of queries, keys and values.")
 @click.option("--dtype", type=click.Choice(FLOATING), help="Dtype of the inputs.")
 @click.option("--seed", type=int, metavar="N", help="Seed of the inputs.")
+@click.option(
+    "--mode",
+    type=click.Choice(["whole", "decode"]),
+    help="decode times the next token after each length: from a state, or from a cache and by "
+    "computing all tokens again.  [default: whole]",
+)
 @PARAMETERS
 @REPEATS
 @click.option(
@@ -97,6 +103,7 @@ def sweep(
 
     \b
     qkv sweep softmax linear --lengths 256,512,1024 --csv out.csv --plot out.svg
+    qkv sweep softmax linear gated --mode decode
     """
     typed = typed_variants(variants, parameters)
     with one_line_errors(typed | typed_flags(lengths=lengths, **options)):

@@ -134,6 +134,7 @@ class AsyncClient:
         dtype: str | None = None,
         repeats: int | None = None,
         seed: int | None = None,
+        mode: str | None = None,
         progress: bool = True,
         **parameters: Any,
     ) -> AsyncSweep:
@@ -142,7 +143,7 @@ class AsyncClient:
         Iterate over the result with `async for`; do not await it.
         """
         inputs = {"batch": batch, "heads": heads, "width": width, "dtype": dtype}
-        fields = {**inputs, "repeats": repeats, "seed": seed}
+        fields = {**inputs, "repeats": repeats, "seed": seed, "mode": mode}
         spec = build_sweep(variants, lengths, fields, parameters)
         return AsyncSweep(self.stream(spec), progress)
 

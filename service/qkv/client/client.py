@@ -186,6 +186,7 @@ class Client:
         dtype: str | None = None,
         repeats: int | None = None,
         seed: int | None = None,
+        mode: str | None = None,
         progress: bool = True,
         **parameters: Any,
     ) -> Sweep:
@@ -196,10 +197,12 @@ class Client:
 
         Args:
             variants: names, or objects such as {"variant": "taylor", "parameters": {...}}.
-            lengths: of queries and keys.
+            lengths: of queries and keys, or of the tokens before the next one.
             batch, heads, width, dtype: of the inputs; None: the defaults of the service.
             repeats: timed runs of each cell; None: the default of the service.
             seed: of the inputs.
+            mode: "decode" times the next token: of a variant with a state from its state, of
+                another one from a cache and by computing all tokens again. None: whole calls.
             progress: True shows a progress bar in a terminal or a notebook.
             **parameters: for all variants; a variant's own parameters override them.
 
@@ -210,7 +213,7 @@ class Client:
             InvalidContent: one of the parameters is an array.
         """
         inputs = {"batch": batch, "heads": heads, "width": width, "dtype": dtype}
-        fields = {**inputs, "repeats": repeats, "seed": seed}
+        fields = {**inputs, "repeats": repeats, "seed": seed, "mode": mode}
         return Sweep(self.stream(build_sweep(variants, lengths, fields, parameters)), progress)
 
     def convert(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import StringIO
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ __all__ = ["Cell", "Crossover", "Progress", "SweepResults"]
 
 _COLUMNS: Final = (
     "index", "variant", "parameters", "length", "median_ms", "least_ms", "most_ms", "repeats",
-    "flops", "bytes", "peak_bytes", "problem",
+    "flops", "bytes", "peak_bytes", "problem", "way", "held_bytes",
 )  # fmt: skip
 
 
@@ -31,14 +31,16 @@ class Cell(responses.Cell, frozen=True):
     """A variant at a length: its times, or the problem why it could not run.
 
     Attributes:
-        index: of the variant in the request.
+        index: of the variant in the request, or of the curve if a token is timed.
         variant: its name.
         parameters: as it ran.
-        length: of queries and keys.
+        length: of queries and keys, or of the tokens before the timed one.
+        way: how a token is computed: "state", "cache" or "recompute"; None: a whole call.
         median_ms, least_ms, most_ms: milliseconds of compute over the repeats.
         repeats: timed runs.
         flops, bytes: as for a run.
         peak_bytes: memory beside the inputs.
+        held_bytes: of the cache or the state, kept from token to token; None: a whole call.
         problem: a problem document if the cell could not run, else None.
     """
 
@@ -122,10 +124,15 @@ class SweepResults:
 
     @property
     def names(self) -> dict[int, str]:
-        """The label of each measured variant, by its index."""
+        """The label of each measured curve, by its index: its variant, and how it decodes."""
         variants = {cell.index: (cell.variant, cell.parameters) for cell in self.cells}
+        ways = {cell.index: cell.way for cell in self.cells}
         indices = sorted(variants)
-        return dict(zip(indices, variant_labels([variants[i] for i in indices]), strict=True))
+        labels = variant_labels([variants[i] for i in indices])
+        return {
+            i: label if (way := ways[i]) is None else f"{label}\n{way}"
+            for i, label in zip(indices, labels, strict=True)
+        }
 
     def sentences(self) -> list[str]:
         """Returns one sentence for each crossover, or one about the fastest variant."""
@@ -155,17 +162,25 @@ class SweepResults:
 
     def _table(self) -> Table:
         names = self.names
-        cell_at = {(cell.length, cell.index): cell for cell in self.cells}
-        rows = [
-            [f"{length:,}", *(_cell_text(cell_at.get((length, index))) for index in names)]
-            for length in sorted({cell.length for cell in self.cells})
-        ]
+        sections = [("milliseconds: median (least–most)", self._rows(_cell_text))]
+        if any(cell.held_bytes is not None for cell in self.cells):
+            sections.append(("kept from token to token", self._rows(_held_text)))
         failed = [cell for cell in self.cells if cell.problem is not None]
         reasons = dict.fromkeys(f"{c.variant} at {c.length:,}: {c.why_not}" for c in failed)
         notes = [*self.sentences(), *reasons] if self.cells else ["Nothing is measured yet."]
-        return Table(
-            ["length", *names.values()], [("milliseconds: median (least–most)", rows)], notes
-        )
+        return Table(["length", *names.values()], sections, notes)
+
+    def _rows(self, text_of: Callable[[Cell | None], str]) -> list[list[str]]:
+        """Returns a line for each length, with a text for each curve."""
+        cell_at = {(cell.length, cell.index): cell for cell in self.cells}
+        return [
+            [f"{length:,}", *(text_of(cell_at.get((length, index))) for index in self.names)]
+            for length in sorted({cell.length for cell in self.cells})
+        ]
+
+
+def _held_text(cell: Cell | None) -> str:
+    return "" if cell is None or cell.held_bytes is None else f"{cell.held_bytes:,} bytes"
 
 
 def _cell_text(cell: Cell | None) -> str:

@@ -23,6 +23,7 @@ from qkv.engine.weight_blocks import compute_weight_form
 from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
 from qkv.jobs.measure.probe_plans import (
     PEAK_BYTES,
+    CachedTokenPlan,
     Float64Plan,
     PeakMemoryPlan,
     float64_arguments,
@@ -83,6 +84,18 @@ def _run_forward(
     return _attend(plan, _arguments(plan, projected, plane_BH), weights)
 
 
+def _run_cached_token(
+    plan: CachedTokenPlan,
+    tensors: Mapping[str, Tensor],
+    weights: LayerTensors,
+    plane_BH: Tensor | None,
+) -> Outputs:
+    for name in ("key", "value"):  # to append is part of a token's work; the bits stay
+        last = tensors[name][:, :, -1:]
+        last.copy_(last.clone())
+    return _run_forward(plan, tensors, weights, plane_BH)
+
+
 def _run_gradients(
     plan: GradientPlan,
     tensors: Mapping[str, Tensor],
@@ -118,6 +131,7 @@ def _run_row_divergence(
 
 
 _CALLS: Final[Mapping[type[Plan], Callable[..., Outputs]]] = {
+    CachedTokenPlan: _run_cached_token,
     GradientPlan: _run_gradients,
     Float64Plan: _run_in_float64,
     RowDivergencePlan: _run_row_divergence,
@@ -157,10 +171,8 @@ def _attend(plan: Plan, arguments: Mapping[str, Any], weights: LayerTensors) -> 
     computed, summary, backend = {}, {}, "blocks"
     if plan.form.is_summary:
         sizes = plan.inputs.axes.sizes
-        tokens = arguments  # the weights are those of the new tokens
-        if (state := plan.variant.state) is not None:
-            tokens = {n: x for n, x in arguments.items() if n != state.argument}
-        summary = compute_weight_form(plan.variant, plan.form, tokens, plan.parameters, sizes)
+        known = plan.variant.for_weights(arguments)
+        summary = compute_weight_form(plan.variant, plan.form, known, plan.parameters, sizes)
     if plan.attend_outputs:
         result = plan.variant.attend(**arguments, outputs=frozenset(plan.attend_outputs))
         computed = {name: getattr(result, name) for name in plan.attend_outputs}

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from qkv.attention.common.guards import are_deferred, of_items
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
+from qkv.attention.signature import STATE, Input
 from qkv.attention.variant import Variant
 from qkv.jobs import weight_forms
 from qkv.jobs.axis_sizes import HEADS
@@ -78,6 +79,8 @@ def compute_weight_form(
             may share.
     """
     given = [i.name for i in variant.inputs.values() if arguments.get(i.argument) is not None]
+    if has_state := variant.state is not None and variant.state.argument in arguments:
+        given += variant.tensors.keys() - variant.inputs.keys()
     stochastic = variant.weights_are(parameters, given) == "stochastic"
     weights, arguments = variant.outputs["weights"], variant.random_inputs(arguments)
     first = next(i for i in variant.inputs.values() if "B" in i.letters and not i.is_optional)
@@ -96,8 +99,10 @@ def compute_weight_form(
         for name, part in parts.items()
     }
     L, S = 1 if query is None else sizes[query], sizes[weights.letters[-1]]
-    attends = form.kind == "pool" and _should_attend(
-        variant, parameters, sizes, L * S, form_sizes["Q"]
+    attends = (
+        form.kind == "pool"
+        and not has_state  # its values are not those of bins
+        and _should_attend(variant, parameters, sizes, L * S, form_sizes["Q"])
     )
     elements = _block_elements(first_tensor.device)
     rows = max(1, min(len(form.rows) or L, _MIN_BLOCK_ROWS, _MAX_BLOCK_ELEMENTS // S))
@@ -179,16 +184,22 @@ def _slice_arguments(
     for letter in HEADS & sizes.keys() if "H" in sizes else ():
         K = sizes["H"] // sizes[letter]
         where[letter] = slice(heads.start // K, -(-heads.stop // K))
+
+    def cut(spec: Input, tensor: Tensor) -> Tensor:
+        axes = zip(spec.letters, tensor.shape, strict=True)
+        return tensor[
+            tuple(slice(None) if n == 1 else where.get(letter, slice(None)) for letter, n in axes)
+        ]
+
     sliced = dict(arguments)
     for spec in variant.inputs.values():
         if (tensor := arguments.get(spec.argument)) is not None:
-            axes = zip(spec.letters, tensor.shape, strict=True)
-            sliced[spec.argument] = tensor[
-                tuple(
-                    slice(None) if size == 1 else where.get(letter, slice(None))
-                    for letter, size in axes
-                )
-            ]
+            sliced[spec.argument] = cut(spec, tensor)
+    if variant.state is not None and (past := arguments.get(variant.state.argument)) is not None:
+        fields = {n: x for n, x in past._asdict().items() if x is not None}
+        specs = variant.state.inputs
+        cuts = {n: cut(specs[f"{STATE}{n}"], x) for n, x in fields.items()}
+        sliced[variant.state.argument] = past._replace(**cuts)
     if variant.takes_plane:
         sliced["plane_BH"] = arguments["plane_BH"][items, heads]
     return sliced

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import ClassVar, Final, Self
 
 from qkv.attention import catalogue
-from qkv.attention.signature import Input, Output
+from qkv.attention.signature import TAIL, Input, Output
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, NotFound, pointer_to
 from qkv.jobs import state
@@ -62,7 +62,8 @@ class GradientPlan(Plan):
         _check_state(variant, tensors, grad_sums)
         message = replace(message, tensors=tensors)
         inputs = Inputs.from_message(variant, parameters, fields, message, loaded)
-        names = [name for name, dtype in inputs.dtypes.items() if dtype in FLOATING]
+        fixed = {*variant.tensors} - {*variant.inputs, state.SUMS}  # they have no gradient
+        names = [n for n, dtype in inputs.dtypes.items() if dtype in FLOATING and n not in fixed]
         if inputs.layer is not None:
             names += inputs.layer.tensors
         if grad is None:
@@ -78,6 +79,8 @@ class GradientPlan(Plan):
         if grad_sums is not None:
             inputs = _with_grad_sums(inputs, variant, grad_sums)
         plan = cls(variant, parameters, inputs, frozenset(names))
+        if plan.has_state or grad_sums is not None:
+            state.check_fit(variant, parameters, inputs.axes.sizes, inputs.layer)
         plan.check_size(limits)
         return plan
 
@@ -134,7 +137,7 @@ def _check_state(
             pointer=pointer_to("inputs", GRAD_SUMS),
         )
     for name in tensors:
-        if name.startswith(state.TAIL):
+        if name.startswith(TAIL):
             raise InvalidContent(
                 f"{name} is not allowed: gradients take a compact state, which has no tail",
                 pointer=pointer_to("inputs", name),

@@ -115,6 +115,8 @@ class Plan:
         if form.is_summary:
             weight_forms.check(form, variant.name, variant.outputs["weights"], inputs.axes.sizes)
         plan = cls(variant, parameters, inputs, outputs, form if "weights" in outputs else FULL)
+        if plan.has_state:
+            state.check_fit(variant, parameters, inputs.axes.sizes, inputs.layer)
         plan.check_size(limits)
         return plan
 
@@ -237,7 +239,7 @@ class Plan:
         """Returns the dtype of a tensor of the state: sums are wide, the tail is as it was sent."""
         if (like := state.input_of_tail(name)) is not None:
             return self.inputs.dtypes.get(like, self.inputs.dtype)
-        return "float64" if name == state.SUMS else "int64"
+        return "float64" if "float64" in self.variant.tensors[name].dtypes else "int64"
 
     def output_shape(self, output: str) -> tuple[int, ...]:
         """Returns the shape of an output in the response."""

@@ -14,7 +14,8 @@ from typing import Any, Final
 import pydantic
 
 from qkv.attention import catalogue
-from qkv.attention.signature import STATE, VERSION
+from qkv.attention.layers.layer import Layer
+from qkv.attention.signature import STATE, TAIL, VERSION
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.tensors import FLOATING, RawTensor
@@ -22,8 +23,8 @@ from qkv.tensors import FLOATING, RawTensor
 __all__ = [
     "GRAD_SUMS",
     "SUMS",
-    "TAIL",
     "cast_dtype",
+    "check_fit",
     "check_names",
     "check_numbers",
     "check_tokens",
@@ -34,7 +35,6 @@ __all__ = [
 SUMS: Final = f"{STATE}sums"
 GRAD_SUMS: Final = f"grad_{SUMS}"
 """The input of gradients that holds the gradient of the sums of a compact state."""
-TAIL: Final = f"{STATE}tail_"
 LENGTH: Final = f"{TAIL}length"
 _FORMAT: Final = 1
 _FORMS: Final = ("exact", "compact")
@@ -97,9 +97,38 @@ def cast_dtype(name: str, dtypes: Mapping[str, str], dtype: str) -> str:
         dtypes: those of the inputs.
         dtype: that of the request.
     """
-    if name in (SUMS, GRAD_SUMS):
-        return "float64"
-    return dtypes.get(input_of_tail(name) or "", dtype)
+    if (like := input_of_tail(name)) is not None:
+        return dtypes.get(like, dtype)
+    return "float64" if name.startswith(STATE) or name == GRAD_SUMS else dtype
+
+
+def check_fit(
+    variant: Variant, parameters: pydantic.BaseModel, sizes: Mapping[str, int], layer: Layer | None
+) -> None:
+    """Checks that a request with a state is one that the next tokens can continue.
+
+    Raises:
+        InvalidContent: a parameter, the number of queries or the layer does not fit a state.
+    """
+    for name, needed in variant.state_needs.items():
+        if (value := getattr(parameters, name)) != needed:
+            raise InvalidContent(
+                f"{name} does not fit a state: got {format_value(value)}, expected "
+                f"{format_value(needed)}",
+                pointer=pointer_to("parameters", name),
+            )
+    if (L := sizes.get("L", sizes["S"])) != sizes["S"]:
+        raise InvalidContent(
+            f"query does not fit a state: got {L} queries beside {sizes['S']} keys, expected as "
+            "many",
+            pointer="/inputs/query",
+        )
+    if layer is not None and layer.options.rope is not None:
+        raise InvalidContent(
+            "rope does not fit a state: got a layer with positions, which count from the first "
+            "token of each request, expected one without",
+            pointer="/layer",
+        )
 
 
 def version_of(variant: Variant, parameters: pydantic.BaseModel, dtype: str) -> list[int]:

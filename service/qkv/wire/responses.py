@@ -229,13 +229,18 @@ class Progress(Response, frozen=True):
 class Cell(Response, frozen=True):
     """The event `cell` of a sweep: one variant at one length, with times or with a problem.
 
-    Without a problem all other fields are set; with one, those from `median_ms` on are None.
+    Without a problem all other fields are set, but `way` and `held_bytes` only if a token is timed.
+    With one, those from `median_ms` on are None.
     """
 
-    index: Annotated[Count, doc("Index of the variant in the request.")]
+    index: Annotated[
+        Count, doc("Index of the variant in the request; of the curve if a token is timed.")
+    ]
     parameters: Annotated[Mapping[str, Any], doc("As in the request.")]
     variant: Annotated[str, doc("The variant's name.")]
-    length: Annotated[PositiveCount, doc("Length of queries and keys.")]
+    length: Annotated[
+        PositiveCount, doc("Length of queries and keys, or of the tokens before the timed one.")
+    ]
     median_ms: Annotated[NonNegative | None, doc("Median compute time of the repeats.")] = None
     least_ms: NonNegative | None = None
     most_ms: NonNegative | None = None
@@ -247,6 +252,12 @@ class Cell(Response, frozen=True):
     ] = None
     problem: Annotated[
         Mapping[str, Any] | None, doc("The problem document, if the variant cannot run.")
+    ] = None
+    way: Annotated[
+        str | None, doc("How a token is computed: state, cache or recompute; None: a whole call.")
+    ] = None
+    held_bytes: Annotated[
+        Count | None, doc("Bytes of the cache or of the state, kept from token to token.")
     ] = None
 
 

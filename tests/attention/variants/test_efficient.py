@@ -143,9 +143,9 @@ def test_extreme_queries_and_keys(dtype: torch.dtype, causal: bool, least: bool)
     big = info.smallest_normal if least else info.max
     signs = torch.tensor([[1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]], dtype=dtype)
     value = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=dtype)
-    tensors = tuple(x[None, None] for x in (signs * big, signs * big, value))
-    output, weights = attended(*tensors, causal=causal)
-    truth = efficient.reference(*tensors, causal=causal)
+    query, value = (signs * big)[None, None], value[None, None]
+    output, weights = attended(query, query, value, causal=causal)
+    truth = efficient.reference(query, query, value, causal=causal)
     close = 32 * torch.finfo(exact(dtype)).eps
     assert truth.weights is not None
     torch.testing.assert_close(weights, truth.weights, rtol=close, atol=0)

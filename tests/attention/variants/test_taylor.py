@@ -99,7 +99,7 @@ def test_items_are_recomputed_in_float64_independently(dtype: torch.dtype, causa
     together = taylor.attend(query, key, value, lengths, causal=causal, outputs=OUTPUT).output
     assert together is not None
     for b in range(4):
-        item = [x[b : b + 1] for x in (query, key, value, lengths)]
+        item: Any = [x[b : b + 1] for x in (query, key, value, lengths)]
         alone = taylor.attend(*item, causal=causal, outputs=OUTPUT).output
         assert alone is not None
         assert torch.equal(alone[0], together[b])

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
+from qkv.engine.device.cpu import CpuDevice
+from qkv.engine.executor import execute
 from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.job import Job
 from qkv.jobs.measure.probe_plans import PeakMemoryPlan, TimingPlan
@@ -22,6 +24,7 @@ from qkv.jobs.measure.sweep_request import (
     crossovers,
 )
 from qkv.jobs.plan import Limits
+from qkv.tensors import RawTensor
 from qkv.wire import json as wire_json
 from support.examples import examples
 from support.known_requests import DTYPES, assert_client_error, assert_problem
@@ -108,14 +111,14 @@ def test_crossing_is_between_the_nearest_lengths_without_overlap() -> None:
 def test_inputs_are_the_same_for_all_variants() -> None:
     fields = {"variants": ["softmax", "linear", "mean"], "lengths": [5, 7], **SMALL, "seed": 3}
     sweep, again = SweepRequest(fields, UNLIMITED), SweepRequest(fields, UNLIMITED)
-    jobs = [sweep.job(sweep.plan(c, 7), 7) for c in sweep.choices]
+    jobs = [sweep.job(sweep.plan(c, 7), 7) for c in sweep.curves]
     for job in jobs:
         for name, tensor in job.tensors.items():
             assert tensor.shape == (1, 2, 7, 8)
             assert bytes(tensor.data) == bytes(jobs[0].tensors[name].data)
-    twin = again.job(again.plan(again.choices[0], 7), 7)
+    twin = again.job(again.plan(again.curves[0], 7), 7)
     other = SweepRequest(fields | {"seed": 4}, UNLIMITED)
-    apart = other.job(other.plan(other.choices[0], 7), 7)
+    apart = other.job(other.plan(other.curves[0], 7), 7)
     for name, tensor in jobs[0].tensors.items():
         assert bytes(tensor.data) == bytes(twin.tensors[name].data)
         assert bytes(tensor.data) != bytes(apart.tensors[name].data)
@@ -127,7 +130,7 @@ def test_inputs_are_the_same_for_all_variants() -> None:
 def test_inputs_are_normal_in_every_dtype(dtype: str) -> None:
     fields = {"variants": ["softmax"], "lengths": [512], "dtype": dtype, "batch": 2}
     sweep = SweepRequest(fields, UNLIMITED)
-    query = sweep.job(sweep.plan(sweep.choices[0], 512), 512).tensors["query"].numpy()
+    query = sweep.job(sweep.plan(sweep.curves[0], 512), 512).tensors["query"].numpy()
     assert query.dtype == DTYPES[dtype]
     assert query.shape == (2, 8, 512, 64)
     assert abs(query.astype("f8").mean()) < 0.01
@@ -165,6 +168,47 @@ def test_every_cell_is_reported_in_order(server: Server) -> None:
     assert [(c["from"], c["to"], c["length"], tuple(c["between"])) for c in reported] == [
         tuple(c) for c in crossovers(curves)
     ]
+
+
+def test_decoding_times_the_next_token_and_tells_what_is_kept(server: Server) -> None:
+    """Softmax twice, from a cache and from all tokens; the other two from their states."""
+    events = run_sweep(server, variants=["softmax", "linear", "gated"], lengths=[16, 70],
+                       mode="decode", dtype="float64")  # fmt: skip
+    cells = [data for name, data in events if name == "cell"]
+    ways = [("softmax", "recompute"), ("softmax", "cache"), ("linear", "state"), ("gated", "state")]
+    assert [(c["variant"], c["way"]) for c in cells] == 2 * ways
+    assert [c["index"] for c in cells] == 2 * [0, 1, 2, 3]
+    assert events[0][1]["total"] == 8
+    kept = {(c["length"], c["index"]): c["held_bytes"] for c in cells}
+    row = 2 * 8 * 8  # two heads of width 8 in float64
+    assert [kept[n, 0] for n in (16, 70)] == [0, 0]
+    assert [kept[n, 1] for n in (16, 70)] == [2 * 17 * row, 2 * 71 * row]
+    numbers = 8 * (8 + 1)  # of the version and the length of the tail
+    assert [kept[n, 2] for n in (16, 70)] == 2 * [numbers + 9 * row + 2 * 63 * row]
+    assert [kept[n, 3] for n in (16, 70)] == 2 * [numbers + 8 * row + 2 * 63 * row]
+    assert all(0 < c["least_ms"] <= c["median_ms"] <= c["most_ms"] for c in cells)
+
+
+def test_decoding_from_a_cache_has_the_output_of_the_last_row() -> None:
+    """One query attends to all keys, the last of which it writes itself."""
+    request = {"variants": ["softmax"], "lengths": [40], "mode": "decode", **SMALL}
+    sweep = SweepRequest(request, UNLIMITED)
+    every, cached = (sweep.job(sweep.plan(curve, 40), 40) for curve in sweep.curves)
+    query = np.ascontiguousarray(every.tensors["query"].numpy()[:, :, -1:])
+    cached = Job(cached.plan, {**cached.tensors, "query": RawTensor.from_numpy(query)})
+    outputs = []
+    for job in (every, cached):
+        assert job.tensors["key"].shape == (1, 2, 41, 8)
+        (result,) = execute([job], CpuDevice(), stack=False)
+        outputs.append(result.outputs["output"].numpy()[:, :, -1:])
+    np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-5, atol=1e-6)
+
+
+def test_variant_that_cannot_decode_is_refused(server: Server) -> None:
+    body = SMALL | {"variants": ["linear", "linformer"], "lengths": [8], "mode": "decode"}
+    problem = assert_problem(server.http.post(SWEEP, json=body), 422)
+    assert problem["detail"].startswith("linformer cannot decode: got no state and no parameter")
+    assert problem["pointer"] == "/variants/1"
 
 
 def test_integers_may_have_a_decimal_point(server: Server) -> None:
@@ -241,9 +285,9 @@ def test_random_requests_are_rejected_or_have_cells(fields: dict[str, Any]) -> N
         assert_client_error(error, document)
         return
     for length in sweep.lengths:
-        for choice in sweep.choices:
+        for curve in sweep.curves:
             try:
-                job = sweep.job(sweep.plan(choice, length), length)
+                job = sweep.job(sweep.plan(curve, length), length)
             except PayloadTooLarge:
                 continue
             assert job.plan.inputs.nbytes <= 1 << 24

@@ -82,7 +82,8 @@ _EXTENSIONS: Final = (
     "schedule_policy",
     "statistics",
 )
-_PREFERRED_DTYPES: Final = ("bool", "float32", "int64")  # of the dtypes that a tensor may have
+# of the dtypes that a tensor may have
+_PREFERRED_DTYPES: Final = ("bool", "float32", "int64", "float64")
 
 
 def open_inference_error_response(error: QkvError) -> Response:

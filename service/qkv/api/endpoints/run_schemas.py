@@ -34,14 +34,14 @@ from qkv.api.openapi.schemas import (
 from qkv.attention.layers import layout_catalogue
 from qkv.attention.layers.layer_options import LayerOptions
 from qkv.attention.layers.layer_weights import ROLES
-from qkv.attention.signature import Output
+from qkv.attention.signature import TAIL, Output
 from qkv.attention.variant import Variant
 from qkv.attention.variant_file import WEIGHT_KINDS
 from qkv.jobs import weight_forms
 from qkv.jobs.fields import JobFields
 from qkv.jobs.gradient_plan import GRAD_OUTPUT
 from qkv.jobs.run_fields import RunFields
-from qkv.jobs.state import GRAD_SUMS, SUMS, TAIL
+from qkv.jobs.state import GRAD_SUMS, SUMS
 from qkv.tensors import FLOATING
 
 __all__ = [

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qkv.attention.common.feature_sums import State, apply_state
+from qkv.attention.common.feature_sums import SharedSums, apply_state
 from qkv.attention.common.guards import are_deferred, items_within, largest_size
 from qkv.attention.common.row_masks import mask_padding
 
@@ -36,7 +36,7 @@ def average_by_channels(
     fits = items_within(key.amin((1, 2, 3)), _LEAST, math.inf)
     if not any(fits):
         return None, fits
-    values_BGED, ones_BG1D = State.of(mask_padding(padding_BS, key, -torch.inf), value, _power)
+    values_BGED, ones_BG1D = SharedSums.of(mask_padding(padding_BS, key, -torch.inf), value, _power)
     average_BGED = values_BGED.div_(ones_BG1D)
     size_B = average_BGED.abs().amax((1, 2, 3))
     total_fits = items_within(ones_BG1D.amax((1, 2, 3)), 0.0, _MAX_SUM)

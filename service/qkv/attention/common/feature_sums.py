@@ -15,7 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "Phi",
-    "State",
+    "SharedSums",
     "apply_state",
     "feature_products",
     "feature_sums",
@@ -30,14 +30,14 @@ _SHARED = 1 << 19  # of a block where all queries see all keys
 Phi = Callable[[Tensor], Tensor]
 
 
-class State(NamedTuple):
+class SharedSums(NamedTuple):
     """Sums over some keys that queries share: sum_j v_j g_j, in the faster layout; sum_j g_j."""
 
     values_BGEF: Tensor
     ones_BG1F: Tensor
 
     @classmethod
-    def of(cls, key_BGSF: Tensor, value_BGSE: Tensor, phi: Phi | None) -> State:
+    def of(cls, key_BGSF: Tensor, value_BGSE: Tensor, phi: Phi | None) -> SharedSums:
         """Returns the state of all these keys, a few heads and rows at a time.
 
         `phi` maps keys to features; None: the keys are features.
@@ -70,7 +70,7 @@ def feature_sums(
         phi: maps queries and keys to features, row by row; None: they are features.
     """
     if offsets is None:
-        output, total = apply_state(query_BGKLF, State.of(key_BGSF, value_BGSE, phi), phi)
+        output, total = apply_state(query_BGKLF, SharedSums.of(key_BGSF, value_BGSE, phi), phi)
         return output, total
     total = query_BGKLF.new_empty(*query_BGKLF.shape[:-1], 1)
     return _filled(query_BGKLF, key_BGSF, value_BGSE, total, offsets, phi, phi), total
@@ -85,7 +85,7 @@ def feature_products(
 ) -> Tensor:
     """Returns the first of the `feature_sums` alone; `query_phi` maps only queries to features."""
     if offsets is None:
-        state = State.of(key_BGSF, value_BGSE, None)
+        state = SharedSums.of(key_BGSF, value_BGSE, None)
         return apply_state(query_BGKLF, (state.values_BGEF,), query_phi)[0]
     return _filled(query_BGKLF, key_BGSF, value_BGSE, None, offsets, query_phi, None)
 
@@ -97,7 +97,7 @@ def apply_state(
 
     Args:
         query_BGKLF: as in `feature_sums`.
-        states_BGXF: tensors of a `State`, or tensors computed from it.
+        states_BGXF: tensors of `SharedSums`, or tensors computed from it.
         phi: maps queries to features; None: they are features.
     """
     B, G, K, L, F = query_BGKLF.shape
@@ -190,7 +190,7 @@ def _blocks(rows: slice, at_once: int) -> Iterator[slice]:
 
 
 def _state(key_nSF: Tensor, value_nSE: Tensor, phi: Phi | None) -> tuple[Tensor, Tensor]:
-    """Returns the `State` of n heads.
+    """Returns the `SharedSums` of n heads.
 
     Sums of more than _ROWS keys are in float64: a long sum in float32 would lose a digit or two.
     """

@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
+from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from qkv.attention.common.recurrence import Chunks, Tokens
 from qkv.attention.common.row_masks import padding_mask
 from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.common.token_inputs import Read, Sums, TokenInputs, parts
 
-__all__ = ["GatedInputs", "gradients", "run"]
+__all__ = ["GatedInputs", "State", "run"]
 
-_ELEMENTS = 1 << 20  # of the pairs and rows of chunks that are processed together: 4 MiB of float32
 _EPSILON: Final = 1e-6  # of normalize_qk
 _STABLE: Final = 2.0 + 1e-5  # the norm of a normalised key is rounded
-_NAMES: Final = {
-    "query_BJSD": "query",
-    "key_BGSD": "key",
-    "value_BVSE": "value",
-    "log_decay_BTSZ": "log_decay",
-    "beta_BTS": "beta",
-}
 
 
-class GatedInputs(NamedTuple):
+class State(NamedTuple):
+    """The tensors that the next tokens need; C is one less than the tokens of a chunk.
+
+    Attributes:
+        sums: the matrix S of each head, key axis first.
+        tail_length: the number of tokens in the tail; None: there is no tail.
+        tail_key, tail_value, tail_log_decay, tail_beta: of these tokens, then zeros.
+    """
+
+    sums: Float64[Tensor, "B T D E"] | Float32[Tensor, "B T D E"] | None = None
+    tail_length: Int64[Tensor, "B"] | None = None
+    tail_key: Float[Tensor, "B G C D"] | None = None
+    tail_value: Float[Tensor, "B V C E"] | None = None
+    tail_log_decay: Float[Tensor, "B T C Z"] | None = None
+    tail_beta: Float[Tensor, "B T C"] | None = None
+
+
+@dataclass(frozen=True)
+class GatedInputs(TokenInputs):
     """The tensors of a call, and how they become tokens.
 
     Attributes:
-        padding_BS: True for padding.
-        query_BJSD, key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS: as in `attend`; None for those
-            that the rule does not use.
         erases: the rule is a delta rule.
         scale, normalize_qk: as in `attend`.
     """
 
-    padding_BS: Tensor | None
-    query_BJSD: Tensor
-    key_BGSD: Tensor
-    value_BVSE: Tensor
-    log_decay_BTSZ: Tensor | None
-    beta_BTS: Tensor | None
     erases: bool
     scale: float | None
     normalize_qk: bool
@@ -62,11 +66,40 @@ class GatedInputs(NamedTuple):
     ) -> GatedInputs:
         """Drops the tensors that the rule does not use."""
         erases = rule in ("delta", "gated_delta")
-        return cls(
-            padding_mask(query_BJSD.shape[2], key_lengths_B), query_BJSD, key_BGSD, value_BVSE,
-            log_decay_BTSZ if rule in ("gated", "gated_delta") else None,
-            beta_BTS if erases else None, erases, scale, normalize_qk,
-        )  # fmt: skip
+        tensors = {"query": query_BJSD, "key": key_BGSD, "value": value_BVSE}
+        if log_decay_BTSZ is not None and rule in ("gated", "gated_delta"):
+            tensors["log_decay"] = log_decay_BTSZ
+        if beta_BTS is not None and erases:
+            tensors["beta"] = beta_BTS
+        padding = padding_mask(query_BJSD.shape[2], key_lengths_B)
+        return cls(padding, tensors, erases, scale, normalize_qk)
+
+    @property
+    def query_BJSD(self) -> Tensor:
+        """The queries."""
+        return self.tensors["query"]
+
+    @property
+    def key_BGSD(self) -> Tensor:
+        """The keys."""
+        return self.tensors["key"]
+
+    @property
+    def value_BVSE(self) -> Tensor:
+        """The values."""
+        return self.tensors["value"]
+
+    @property
+    def beta_BTS(self) -> Tensor | None:
+        """The factor of what a token erases and writes; None: the rule does not use it."""
+        return self.tensors.get("beta")
+
+    def holding(self, tensors: Mapping[str, Tensor], padding_BS: Tensor | None) -> GatedInputs:
+        """Returns the same rule with the tensors of other tokens.
+
+        Zeros are enough for positions without a token: they write nothing.
+        """
+        return replace(self, tensors=tensors, padding_BS=None)
 
     @property
     def T(self) -> int:
@@ -77,13 +110,6 @@ class GatedInputs(NamedTuple):
     def K(self) -> int:
         """The number of heads of the output that read one state."""
         return max(1, self.query_BJSD.shape[1] // self.T)
-
-    @property
-    def beta_XN(self) -> Tensor | None:
-        """Beta by plane of the state, in float64."""
-        if self.beta_BTS is None:
-            return None
-        return self.visible(self.beta_BTS[..., None]).flatten(0, 1)[..., 0].double()
 
     @property
     def is_unstable_B(self) -> Tensor:
@@ -101,33 +127,49 @@ class GatedInputs(NamedTuple):
         grows_BTS = size_BTS > _STABLE
         if self.padding_BS is not None:
             grows_BTS = grows_BTS & ~self.padding_BS[:, None]
-        return grows_BTS.flatten(1).any(1)
+        is_unstable_B: Tensor = grows_BTS.flatten(1).any(1)
+        return is_unstable_B
 
     def empty_state(self, dtype: torch.dtype) -> Tensor:
         """Returns the state before the first token, (B T, D, E)."""
         (B, _, _, D), E = self.key_BGSD.shape, self.value_BVSE.shape[3]
         return self.key_BGSD.new_zeros(B * self.T, D, E, dtype=dtype)
 
-    def parts(self, chunk: int) -> list[slice]:
-        """Returns the positions of all tokens, some chunks at a time; less than one comes last."""
-        (B, _, S, D), E = self.query_BJSD.shape, self.value_BVSE.shape[3]
-        row = B * self.T * (self.K + 1) * (chunk + D + E)
-        step = max(1, _ELEMENTS // (row * chunk)) * chunk
-        whole = S - S % chunk
-        starts = [*range(0, whole, step), *([whole] if whole < S else [])]
-        return [slice(a, b) for a, b in pairwise([*starts, S])]
+    def row_elements(self, chunk: int) -> int:
+        """Returns how many numbers are computed for one position of all planes."""
+        (B, _, _, D), E = self.query_BJSD.shape, self.value_BVSE.shape[3]
+        return B * self.T * (self.K + 1) * (chunk + D + E)
 
-    def rows(self, part: slice) -> GatedInputs:
-        """Returns the tensors of some positions."""
-        cut: dict[str, Any] = {n: x[:, :, part] for n, x in self.floating.items()}
-        padding = None if self.padding_BS is None else self.padding_BS[:, part]
-        return self._replace(padding_BS=padding, **cut)
+    def sums_of(self, past: Any | None) -> Sums:
+        """Returns the matrices of a state in float64, (B T, D, E); zeros without one."""
+        if past is None or past.sums is None:
+            return (self.empty_state(torch.float64),)
+        return (past.sums.flatten(0, 1).double(),)
 
-    @property
-    def floating(self) -> dict[str, Tensor]:
-        """The tensors that have gradients, by field."""
-        every = self._asdict()
-        return {n: every[n] for n in _NAMES if every[n] is not None}
+    def fields_of(self, sums: Sums) -> dict[str, Tensor]:
+        """Returns the field `sums`."""
+        return {"sums": sums[0].unflatten(0, (-1, self.T))}
+
+    def read(self, sums: Sums, is_full: bool, rows: slice = slice(None)) -> Read:
+        """Reads and writes the tokens as one chunk."""
+        chunks = Chunks.of(self.tokens(torch.float64), self.first.shape[2], rows)
+        read_XKCE, state_XDE = chunks.run_one(sums[0], is_full)
+        return Read(self.by_head(read_XKCE), (state_XDE,))
+
+    def read_all(self, sums: Sums, chunk: int) -> tuple[Tensor, Sums]:
+        """Reads and writes whole chunks, or less than one, in the dtype of the sums."""
+        tokens = self.tokens(sums[0].dtype)
+        chunks = Chunks.of(tokens, min(chunk, tokens.key_XND.shape[1]))
+        read_XKNE, state_XDE = chunks.run(sums[0])
+        # a state that has overflowed makes NaN of a query of zeros
+        return self.visible(self.by_head(read_XKNE)), (state_XDE,)
+
+    def weight_chunk(self, sums: Sums) -> tuple[Chunks, Tensor | None, Sums]:
+        """Returns the tokens as a chunk, and beta: a delta rule writes beta v."""
+        tokens, beta_XN = self.tokens(torch.float64), None
+        if (beta_BTS := self.beta_BTS) is not None:
+            beta_XN = self.visible(beta_BTS[..., None]).flatten(0, 1)[..., 0].double()
+        return Chunks.of(tokens, tokens.key_XND.shape[1]), beta_XN, sums
 
     def tokens(self, dtype: torch.dtype) -> Tokens:
         """Returns the tokens in a dtype, by plane of the state."""
@@ -143,7 +185,7 @@ class GatedInputs(NamedTuple):
         if self.beta_BTS is not None:
             beta = self.visible(self.beta_BTS[..., None].to(dtype)).flatten(0, 1)
             erase, write = beta * key, beta * write
-        decay = self.log_decay_BTSZ
+        decay = self.tensors.get("log_decay")
         if decay is not None:
             decay = self.visible(decay.double()).flatten(0, 1)
         return Tokens(query.unflatten(1, (T, -1)).flatten(0, 1), key, write, erase, decay)
@@ -152,12 +194,6 @@ class GatedInputs(NamedTuple):
         """Returns what the queries read by head of the output, (B, H, S, E)."""
         by_head: Tensor = read_XKSE.unflatten(0, (-1, self.T)).flatten(1, 2)
         return by_head
-
-    def visible(self, x_BHSX: Tensor) -> Tensor:
-        """Returns x with zeros for padding, whose NaN or inf would spread."""
-        if self.padding_BS is None:
-            return x_BHSX
-        return x_BHSX.masked_fill(self.padding_BS[:, None, :, None], 0.0)
 
 
 def _with_heads(x_BHSD: Tensor, heads: int) -> Tensor:
@@ -173,53 +209,14 @@ def _normalized(x_BHSD: Tensor) -> Tensor:
     return x_BHSD / (x_BHSD.square().sum(-1, keepdim=True) + _EPSILON / size**2).sqrt()
 
 
-def run(inputs: GatedInputs, state_XDE: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Returns the output (B, H, S, E) and the state behind the last token.
+def run(inputs: GatedInputs, state_XDE: Tensor, chunk: int) -> Tensor:
+    """Returns the output (B, H, S, E), in memory for some chunks beside it.
 
-    Both are computed in the dtype of the state, in memory for some chunks beside the output.
+    It is computed in the dtype of the state before the first token.
     """
     B, _, S, E = inputs.value_BVSE.shape
     output_BHSE = state_XDE.new_empty(B, inputs.T * inputs.K, S, E)
-    for part in inputs.parts(chunk):
-        output_BHSE[:, :, part], state_XDE = _run_part(inputs.rows(part), state_XDE, chunk)
-    return output_BHSE, state_XDE
-
-
-def _run_part(inputs: GatedInputs, state_XDE: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    tokens = inputs.tokens(state_XDE.dtype)
-    chunks = Chunks.of(tokens, min(chunk, tokens.key_XND.shape[1]))
-    read_XKNE, state_XDE = chunks.run(state_XDE)
-    # a state that has overflowed makes NaN of a query of zeros
-    return inputs.visible(inputs.by_head(read_XKNE)), state_XDE
-
-
-def gradients(
-    inputs: GatedInputs, state_XDE: Tensor, grad_BHSE: Tensor, grad_XDE: Tensor | None, chunk: int
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the gradients by wire name, and that of the state before the first token.
-
-    They are those of sum(grad * output) + sum(grad * state behind the last token), in float64.
-    Autograd computes them some chunks at a time, from the last to the first.
-    """
-    parts, before = inputs.parts(chunk), [state_XDE]
-    for part in parts[:-1]:
-        before.append(_run_part(inputs.rows(part), before[-1], chunk)[1])
-    grad_XDE = torch.zeros_like(state_XDE) if grad_XDE is None else grad_XDE
-    if inputs.padding_BS is not None:
-        grad_BHSE = grad_BHSE.masked_fill(inputs.padding_BS[:, None, :, None], 0.0)
-    found: dict[str, list[Tensor]] = {}
-    with torch.inference_mode(False), torch.enable_grad():
-        for part, state in zip(reversed(parts), reversed(before), strict=True):
-            some = inputs.rows(part)
-            leaves: dict[str, Any] = {
-                n: x.to(torch.float64, copy=True).requires_grad_() for n, x in some.floating.items()
-            }
-            state = state.clone().requires_grad_()
-            if some.padding_BS is not None:
-                some = some._replace(padding_BS=some.padding_BS.clone())
-            ends = _run_part(some._replace(**leaves), state, chunk)
-            grads = grad_BHSE[:, :, part].clone(), grad_XDE.clone()
-            *of_leaves, grad_XDE = torch.autograd.grad(ends, [*leaves.values(), state], grads)
-            for name, gradient in zip(leaves, of_leaves, strict=True):
-                found.setdefault(_NAMES[name], []).insert(0, gradient)
-    return {name: torch.cat(of_parts, 2) for name, of_parts in found.items()}, grad_XDE
+    sums: Sums = (state_XDE,)
+    for part in parts(inputs, chunk):
+        output_BHSE[:, :, part], sums = inputs.rows(part).read_all(sums, chunk)
+    return output_BHSE

@@ -59,8 +59,8 @@ class Chunks(NamedTuple):
     decay_XYZ: Tensor | None
 
     @classmethod
-    def of(cls, tokens: Tokens, C: int) -> Chunks:
-        """Cuts N tokens into N / C chunks."""
+    def of(cls, tokens: Tokens, C: int, rows: slice = slice(None)) -> Chunks:
+        """Cuts N tokens into N / C chunks. Only the queries at `rows` of each are read."""
         key = tokens.key_XND.unflatten(1, (-1, C))
         query = tokens.query_XKND.unflatten(2, (-1, C)).movedim(1, 2)
         write, erase, decay = tokens.write_XNE.unflatten(1, (-1, C)), tokens.erase_XND, None
@@ -72,8 +72,10 @@ class Chunks(NamedTuple):
             return cls(query, key, pairs, mixing, write, erase, decay)
         decay = tokens.decay_XNZ.clamp(min=_FORGOTTEN).unflatten(1, (-1, C))
         sums = decay.cumsum(2)
-        pair = _pairs if sums.shape[-1] == 1 else _pairs_by_channel
-        pairs, mixing = pair(query, erase, key, sums)
+        if sums.shape[-1] == 1:
+            pairs, mixing = _pairs(query, erase, key, sums)
+        else:
+            pairs, mixing = _pairs_by_channel(query, erase, key, sums, range(C)[rows])
         from_start = sums.exp().to(key.dtype)
         after = torch.nn.functional.pad(decay[:, :, 1:], (0, 0, 0, 1))
         to_end = after.flip(2).cumsum(2).flip(2).exp().to(key.dtype)
@@ -171,13 +173,17 @@ def _pairs(
 
 
 def _pairs_by_channel(
-    query_XYKCD: Tensor, erase_XYCD: Tensor | None, key_XYCD: Tensor, sums_XYCD: Tensor
+    query_XYKCD: Tensor,
+    erase_XYCD: Tensor | None,
+    key_XYCD: Tensor,
+    sums_XYCD: Tensor,
+    read_rows: range,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns P and M where each channel has its own decay.
 
     The rows are cut into blocks. Between a block and the keys before it, the decay is a product of
     that up to the block and that within it: neither overflows. Within a block each pair of tokens
-    has its own decay.
+    has its own decay. Blocks without a row that is read are zero, but M needs all.
     """
     C, rows_of = key_XYCD.shape[2], query_XYKCD
     if erase_XYCD is not None:
@@ -185,6 +191,9 @@ def _pairs_by_channel(
     blocks = []
     for start in range(0, C, _BLOCK):
         rows = slice(start, min(C, start + _BLOCK))
+        if erase_XYCD is None and not (read_rows.start < rows.stop and start < read_rows.stop):
+            blocks.append(rows_of.new_zeros(*rows_of.shape[:3], rows.stop - start, C))
+            continue
         part, sums = rows_of[:, :, :, rows], sums_XYCD[:, :, rows]
         decayed = _decay(sums, part.dtype) * key_XYCD[:, :, None, rows]
         block = [(part[..., None, :] @ decayed.mT[:, :, None]).squeeze(-2)]

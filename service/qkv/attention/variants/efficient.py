@@ -8,9 +8,9 @@ Cost: O((L + S) D E) time, causal too; O(L + S) memory unless weights are reques
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from qkv.attention.common.guards import (
     largest_size,
     occurs,
 )
+from qkv.attention.common.reference_state import HeadState
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -43,6 +44,11 @@ from qkv.attention.common.row_masks import (
 )
 from qkv.attention.common.running_softmax import RunningSoftmax
 from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
+from qkv.attention.common.token_gradients import gradients_from
+from qkv.attention.common.token_inputs import Chunk, Form, Sums
+from qkv.attention.common.token_state import run_from
+from qkv.attention.common.token_weights import rows_behind
 from qkv.attention.common.visibility import row_blocks
 
 WEIGHTS: Final = "stochastic"
@@ -56,10 +62,28 @@ REFUSES: Final[Mapping[str, str]] = {
 }
 
 STACKABLE_BELOW: Final = 1e9
+STATE_NEEDS: Final[Mapping[str, Any]] = {"causal": True, "query_offset": 0}
 
 _ELEMENTS = 1 << 22  # of a block of rows of A
 _SPAN = 40.0  # range of a channel's keys up to which e^(k - m) times a value is safe in float32
 _RISE = 300.0  # rise of a channel's keys over its first up to which float64 needs one shift only
+
+
+class State(NamedTuple):
+    """The tensors that the next tokens need; C is one less than the tokens of a chunk.
+
+    Attributes:
+        sums: those of e^(k - m) (v, 1)^T, m the largest key of the channel.
+        largest: m; 0 if sums come alone.
+        tail_length: the number of tokens in the tail; None: there is no tail.
+        tail_key, tail_value: of these tokens, then zeros.
+    """
+
+    sums: Float64[Tensor, "B G D W"] | Float32[Tensor, "B G D W"] | None = None
+    largest: Float64[Tensor, "B G D"] | None = None
+    tail_length: Int64[Tensor, "B"] | None = None
+    tail_key: Float[Tensor, "B G C D"] | None = None
+    tail_value: Float[Tensor, "B G C E"] | None = None
 
 
 class Efficient(NamedTuple):
@@ -67,6 +91,7 @@ class Efficient(NamedTuple):
 
     output: Float[Tensor, "B H L E"] | None = None
     weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
+    state: State | None = None
     backend: str = "features"
 
 
@@ -144,6 +169,16 @@ class _RunningItems(NamedTuple):
         return query, key, value
 
 
+def weights_are(parameters: Any, inputs: Collection[str] = ()) -> str:
+    """Returns the kind of the weights; with a state, the rows of new tokens sum to less."""
+    return "unnormalised" if has_state(inputs) else "stochastic"
+
+
+def infer_sizes(sizes: Mapping[str, int], parameters: Any) -> Mapping[str, int]:
+    """Returns the sizes of the tensors of a state."""
+    return state_sizes(sizes, parameters)
+
+
 def flops(sizes: Mapping[str, int]) -> int:
     """Returns the operations of the non-causal products: keys and values, queries and sums."""
     B, H, G, L, S, D, E = (sizes[letter] for letter in "BHGLSDE")
@@ -155,9 +190,12 @@ def attend(
     key_BGSD: Float[Tensor, "B G S D"],
     value_BGSE: Float[Tensor, "B G S E"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     causal: Causal = False,
     query_offset: QueryOffset = 0,
+    chunk: Chunk = 64,
+    state: Form = "exact",
     outputs: frozenset[str],
 ) -> Efficient:
     """Computes efficient attention.
@@ -165,10 +203,18 @@ def attend(
     Args:
         query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
         key_lengths_B: keys at and after this position are padding, and in no softmax.
-        causal, query_offset: see their descriptions.
-        outputs: the names of the outputs to return: "output", "weights".
+        past: the state behind the tokens before these, which are then `causal` and as many queries
+            as keys. Sums alone are compact.
+        causal, query_offset, chunk, state: see their descriptions.
+        outputs: the names of the outputs to return: "output", "weights", "state".
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
+    if past is not None or "state" in outputs:
+        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B)
+        found, weights = run_from(new, past, chunk, state), None
+        if "weights" in outputs:
+            weights = rows_behind(new, past, chunk)(slice(0, L)).to(score_dtype(dtype))
+        return Efficient(found.output_BHSE, weights, State(**found.fields))
     offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     output = weights = None
     if "output" in outputs:
@@ -188,9 +234,11 @@ def weights(
     query_BHLD: Float[Tensor, "B H L D"],
     key_BGSD: Float[Tensor, "B G S D"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
+    chunk: int = 64,
 ) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A from a slice of L: (B, H, R, S), in memory O(R S).
 
@@ -200,11 +248,52 @@ def weights(
     offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, offsets)
     exact = score_dtype(query_BHLD.dtype)
+    if past is not None:
+        new = _tokens(query_BHLD, key_BGSD, key_BGSD[..., :0], key_lengths_B)
+        behind = rows_behind(new, past, chunk)
+        return lambda rows: behind(rows).to(exact)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         return matrix.block(rows).flatten(1, 2).to(exact)
 
     return row_block
+
+
+def _tokens(
+    query_BHSD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, key_lengths_B: Tensor | None
+) -> SummedTokens:
+    """Returns the tokens of a request with a state."""
+    tensors = {"query": query_BHSD, "key": key_BGSD, "value": value_BGSE}
+    padding, D = padding_mask(key_BGSD.shape[2], key_lengths_B), key_BGSD.shape[3]
+    return SummedTokens(padding, tensors, _token_features, D, shifts=True, normalize=False)
+
+
+def _token_features(tokens: SummedTokens, before: Sums) -> Features:
+    """Returns softmax_D(q) / Z, and e^(k - m), m the largest key of a channel up to each token.
+
+    Z is the sum of e^(k - m). Sums decay where m rises: no exponent is above 0.
+    """
+    (matrix, largest_XD), key_XCD = before, tokens.key_BGCD.flatten(0, 1)
+    if tokens.padding_BS is not None:
+        is_padding_XC = tokens.padding_BS.repeat_interleave(tokens.G, 0)
+        key_XCD = key_XCD.masked_fill(is_padding_XC[..., None], -torch.inf)
+    total_XD = matrix[..., -1]
+    largest_X1D = largest_XD.masked_fill(total_XD == 0, -torch.inf)[:, None]
+    running = torch.cat([largest_X1D, key_XCD.detach()], 1).cummax(1).values
+    has_none = running == -torch.inf
+    running = running.masked_fill(has_none, 0.0)
+    fall_XCD = (running[:, :-1] - running[:, 1:]).masked_fill(has_none[:, :-1], 0.0)
+    grown_XCD = (key_XCD - running[:, 1:]).exp()
+    totals = []
+    for kept_XD, grown_XD in zip(fall_XCD.exp().unbind(1), grown_XCD.unbind(1), strict=True):
+        total_XD = total_XD * kept_XD + grown_XD
+        totals.append(total_XD)
+    total_BGCD = torch.stack(totals, 1).unflatten(0, (-1, tokens.G))
+    total_BGCD = total_BGCD.masked_fill(total_BGCD == 0, 1.0)
+    return Features(
+        tokens.query_BGKCD.softmax(-1) / total_BGCD[:, :, None],
+        grown_XCD.unflatten(0, (-1, tokens.G)), fall_XCD, running[:, -1],
+    )  # fmt: skip
 
 
 def _fast_output(
@@ -347,29 +436,43 @@ def reference(
     key_BGSD: Tensor,
     value_BGSE: Tensor,
     key_lengths_B: Tensor | None = None,
+    past: State | None = None,
     *,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
+    chunk: int = 64,
+    state: str = "exact",
 ) -> Efficient:
     """Computes the same in plain float64 numpy, row by row, as in a textbook."""
     query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
-    (B, H, L, _), (_, G, S, _) = query.shape, key.shape
+    (B, H, L, D), (_, G, S, _), E = query.shape, key.shape, value.shape[-1]
 
-    def softmax(x: np.ndarray, axis: int) -> np.ndarray:
+    def shifted(x: np.ndarray, largest: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):  # a difference of -inf gives 0
-            x = np.exp(x - x.max(axis, keepdims=True))
-        x /= x.sum(axis, keepdims=True)
-        return x
+            grown: np.ndarray = np.exp(x - largest)
+            return grown
 
-    weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, value.shape[-1]))
+    weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, E))
     for b, h in np.ndindex(B, H):
-        valid = S if key_lengths_B is None else int(key_lengths_B[b])
+        valid, g = S if key_lengths_B is None else int(key_lengths_B[b]), h * G // H
         offset = valid - L if query_offset == "end" else query_offset
-        for i, row in enumerate(softmax(query[b, h], -1)):
-            n = min(valid, max(0, i + offset + 1)) if causal else valid
-            if n:
-                a = softmax(key[b, h * G // H, :n], 0) @ row
-                weights[b, h, i, :n], output[b, h, i] = a, a @ value[b, h * G // H, :n]
+        before = HeadState.of(past, (b, g), D, D, E)
+        keys = np.concatenate([before.key_CD, key[b, g, :valid]])
+        values = np.concatenate([before.value_CE, value[b, g, :valid]])
+        first, before_F = len(before.key_CD), np.full(D, -np.inf)
+        if before.sums_FW[:, -1].any():
+            before_F = before.largest_F
+        for i, row in enumerate(query[b, h, : L if past is None else valid]):
+            p = shifted(row, row.max())
+            n = first + (min(valid, max(0, i + offset + 1)) if causal else valid)
+            if n == 0:
+                continue
+            largest = np.maximum(keys[:n].max(0), before_F)
+            shared = shifted(before_F, largest)[:, None] * before.sums_FW
+            a = shifted(keys[:n], largest)
+            p = p / p.sum() / (a.sum(0) + shared[:, -1])
+            weights[b, h, i, : n - first] = (a @ p)[first:]
+            output[b, h, i] = (a @ p) @ values[:n] + p @ shared[:, :-1]
     return Efficient(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
 
 
@@ -379,9 +482,13 @@ def backward(
     key_BGSD: Float[Tensor, "B G S D"],
     value_BGSE: Float[Tensor, "B G S E"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
+    chunk: int = 64,
+    state: Form = "exact",
+    grad_state: State | None = None,
 ) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), in float64.
 
@@ -389,9 +496,12 @@ def backward(
     through both softmaxes. rq = softmax_D(Q), and p_ijc is the weight of key j in channel c's
     softmax for query i. With slopes u_ic = sum_j p_ijc (dY_i . v_j),
     dq_ic = rq_ic (u_ic - sum_d rq_id u_id), dk_jc = sum_i rq_ic p_ijc (dY_i . v_j - u_ic),
-    dv_j = sum_i sum_c rq_ic p_ijc dY_i. The arguments are those of `attend`. Source: Shen et al.,
-    arXiv:1812.01243, section 3.2, differentiated.
+    dv_j = sum_i sum_c rq_ic p_ijc dY_i. The arguments are those of `attend`, and `grad_state` as
+    `gradients_from` takes it. Source: Shen et al., arXiv:1812.01243, section 3.2, differentiated.
     """
+    if past is not None or grad_state is not None:
+        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B)
+        return gradients_from(new, past, grad_output_BHLE, grad_state, chunk)
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
     offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     backward = partial(_gradients, key_lengths_B=key_lengths_B, offsets=offsets)

@@ -9,8 +9,8 @@ Cost: O(S D E + S C (D + E)) time for chunks of C tokens; O(S) memory unless wei
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -21,13 +21,14 @@ from jaxtyping import Bool, Float, Float32, Float64, Int64
 from pydantic import Field
 from torch import Tensor
 
-from qkv.attention.common.gated_inputs import GatedInputs, gradients, run
-from qkv.attention.common.gated_state import State, run_from, sums_of
-from qkv.attention.common.gradients import normalize_size, scale_back
+from qkv.attention.common.gated_inputs import GatedInputs, State, run
 from qkv.attention.common.guards import are_wide, holds, is_finite
-from qkv.attention.common.recurrence import Chunks
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.score_parameters import Scale
+from qkv.attention.common.token_gradients import gradients_from
+from qkv.attention.common.token_inputs import Chunk, Form, tail_sizes
+from qkv.attention.common.token_state import run_from
+from qkv.attention.common.token_weights import row_function
 from qkv.errors import InvalidContent
 
 WEIGHTS: Final = "signed; rows do not sum to 1"
@@ -50,7 +51,6 @@ UNSTABLE: Final = (
 )
 
 Rule = Literal["linear", "gated", "delta", "gated_delta"]
-Form = Literal["exact", "compact"]
 
 
 class Gated(NamedTuple):
@@ -105,13 +105,7 @@ def infer_sizes(
             "one decay per head",
             pointer="/inputs/log_decay",
         )
-    if (C := sizes.get("C", parameters.chunk - 1)) != parameters.chunk - 1:
-        raise InvalidContent(
-            f"state.tail_key has the wrong number of tokens: got {C}, expected chunk - 1 = "
-            f"{parameters.chunk - 1}",
-            pointer="/inputs/state.tail_key",
-        )
-    return {"H": max(J, T), "T": T, "Z": Z, "C": C}
+    return {"H": max(J, T), "T": T, "Z": Z, **tail_sizes(sizes, parameters)}
 
 
 _USED_BY: Final[Mapping[str, tuple[str, str]]] = {
@@ -121,9 +115,7 @@ _USED_BY: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def state_fields(parameters: Any) -> Collection[str]:
-    """Returns the fields of a state that a rule and a form have."""
-    if parameters.state == "compact":
-        return ("sums",)
+    """Returns the fields of a state in the exact form that a rule has."""
     gates = (f"tail_{name}" for name, rules in _USED_BY.items() if parameters.rule in rules)
     return ("sums", "tail_length", "tail_key", "tail_value", *gates)
 
@@ -155,16 +147,8 @@ def attend(
         bool,
         Field(description="If true, queries and keys x become x / sqrt(sum x^2 + 1e-6)."),
     ] = False,
-    chunk: Annotated[
-        int, Field(ge=2, le=256, description="The number of tokens that are processed at once.")
-    ] = 64,
-    state: Annotated[
-        Form,
-        Field(
-            description="The form of the state that is returned. exact: the output has the same "
-            "bits however the sequence is cut. compact: sums alone."
-        ),
-    ] = "exact",
+    chunk: Chunk = 64,
+    state: Form = "exact",
     outputs: frozenset[str],
 ) -> Gated:
     """Computes a rule.
@@ -191,11 +175,12 @@ def attend(
     exact = score_dtype(dtype)
     output = matrix = state_weights = behind = None
     if past is not None or "state" in outputs:
-        output, behind = run_from(inputs, past, chunk, state)
+        continued = run_from(inputs, past, chunk, state)
+        output, behind = continued.output_BHSE, State(**continued.fields)
     elif "output" in outputs:
         output = _output(inputs, exact, chunk).to(dtype)
     if "weights" in outputs:
-        matrix = _row_function(inputs, chunk)(slice(0, S)).to(exact)
+        matrix = row_function(inputs, inputs.sums_of(None), chunk)(slice(0, S)).to(exact)
     if "state_weights" in outputs:
         state_weights = _state_weights(inputs, chunk).to(exact)
     notes = {UNSTABLE: inputs.is_unstable_B} if inputs.erases else {}
@@ -223,10 +208,13 @@ def weights(
         query_BJSD, key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS, key_lengths_B, rule, scale,
         normalize_qk,
     )  # fmt: skip
-    exact, row_function = score_dtype(query_BJSD.dtype), _row_function(inputs, chunk)
+    exact, rows_of = (
+        score_dtype(query_BJSD.dtype),
+        row_function(inputs, inputs.sums_of(None), chunk),
+    )
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-        return row_function(rows).to(exact)
+        return rows_of(rows).to(exact)
 
     return row_block
 
@@ -234,9 +222,9 @@ def weights(
 def _output(inputs: GatedInputs, dtype: torch.dtype, chunk: int) -> Tensor:
     """Returns the output, computed in float64 if float32 overflows."""
     state_XDE = inputs.empty_state(torch.float64 if are_wide() else dtype)
-    output, _ = run(inputs, state_XDE, chunk)
+    output = run(inputs, state_XDE, chunk)
     if output.dtype == torch.float32 and not holds(is_finite(output)):
-        output, _ = run(inputs, state_XDE.double(), chunk)
+        output = run(inputs, state_XDE.double(), chunk)
     return output
 
 
@@ -246,44 +234,11 @@ def _state_weights(inputs: GatedInputs, chunk: int) -> Tensor:
     It is the output for that state if its rows are the unit vectors and no token writes.
     """
     query, value = inputs.query_BJSD, inputs.value_BVSE
-    silent = inputs._replace(value_BVSE=query.new_zeros(*value.shape[:3], query.shape[3]))
+    silent_BVSD = query.new_zeros(*value.shape[:3], query.shape[3])
+    silent = replace(inputs, tensors={**inputs.tensors, "value": silent_BVSD})
     state_XDD = silent.empty_state(torch.float64)
     state_XDD.diagonal(dim1=1, dim2=2).fill_(1.0)
-    return run(silent, state_XDD, chunk)[0]
-
-
-def _row_function(inputs: GatedInputs, chunk: int) -> Callable[[slice], Tensor]:
-    """Returns a function that computes rows of A in float64, (B, H, R, S).
-
-    It goes through the chunks from the last row's to the first, and keeps those in memory O(S).
-    """
-    B, S, K = len(inputs.query_BJSD), inputs.query_BJSD.shape[2], inputs.K
-
-    @functools.cache
-    def chunk_at(start: int) -> tuple[Chunks, Tensor | None]:
-        part = inputs.rows(slice(start, min(S, start + chunk)))
-        tokens = part.tokens(torch.float64)
-        return Chunks.of(tokens, tokens.key_XND.shape[1]), part.beta_XN
-
-    def row_block(rows: slice) -> Tensor:
-        R, D = rows.stop - rows.start, inputs.query_BJSD.shape[3]
-        whole_XKRS = torch.zeros(
-            B * inputs.T, K, R, S, dtype=torch.float64, device=inputs.query_BJSD.device
-        )
-        later_XKRD = whole_XKRS.new_empty(B * inputs.T, K, 0, D)
-        for start in range((rows.stop - 1) // chunk * chunk, -1, -chunk):
-            chunks, beta_XN = chunk_at(start)
-            first = max(rows.start - start, 0)
-            own = slice(first, max(first, min(rows.stop - start, chunk)))
-            weights_XKRC, later_XKRD = chunks.row_weights(later_XKRD, own)
-            if beta_XN is not None:
-                weights_XKRC = weights_XKRC * beta_XN[:, None, None]
-            keys = slice(start, start + weights_XKRC.shape[-1])
-            whole_XKRS[:, :, R - weights_XKRC.shape[2] :, keys] = weights_XKRC
-        whole_BHRS: Tensor = whole_XKRS.unflatten(0, (B, -1)).flatten(1, 2)
-        return whole_BHRS
-
-    return row_block
+    return run(silent, state_XDD, chunk)
 
 
 def reference(
@@ -379,22 +334,17 @@ def backward(
     """Returns the gradients of sum(grad_output * output), in float64.
 
     With `grad_state`, sum(grad_state.sums * sums of the compact state behind the tokens) is added.
-    Some chunks at a time, from the last to the first, autograd computes those of their tokens and
-    of the state before them. The other arguments are those of `attend`.
+    The other arguments are those of `attend`.
     """
     inputs = GatedInputs.of(
         query_BJSD, key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS, key_lengths_B, rule, scale,
         normalize_qk,
     )  # fmt: skip
-    grad, exponent = normalize_size(grad_output_BHSE.double())
-    grad_XDE = None if grad_state is None else scale_back(sums_of(inputs, grad_state), -exponent)
-    found, before_XDE = gradients(inputs, sums_of(inputs, past), grad, grad_XDE, chunk)
-    if past is not None:
-        found["state.sums"] = before_XDE.unflatten(0, (len(query_BJSD), -1))
+    found = gradients_from(inputs, past, grad_output_BHSE, grad_state, chunk)
     given = {"log_decay": log_decay_BTSZ, "beta": beta_BTS}
     unused = {
         n: torch.zeros_like(x, dtype=torch.float64)
         for n, x in given.items()
         if x is not None and n not in found
     }
-    return {name: scale_back(x, exponent) for name, x in found.items()} | unused
+    return found | unused

@@ -8,17 +8,18 @@ Cost: O((L + S) D E) time, causal too; O(L + S) memory unless weights are reques
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int64
 from pydantic import Field
 from torch import Tensor
 
-from qkv.attention.common.feature_sums import Phi, State, apply_state, feature_sums
+from qkv.attention.common.feature_sums import Phi, SharedSums, apply_state, feature_sums
 from qkv.attention.common.gradients import (
     gradients_by_features,
     gradients_by_heads,
@@ -33,6 +34,7 @@ from qkv.attention.common.guards import (
     holds,
     largest_size,
 )
+from qkv.attention.common.reference_state import HeadState
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -44,6 +46,11 @@ from qkv.attention.common.row_masks import (
     zero_hidden,
 )
 from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
+from qkv.attention.common.token_gradients import gradients_from
+from qkv.attention.common.token_inputs import Chunk, Form, Sums
+from qkv.attention.common.token_state import run_from
+from qkv.attention.common.token_weights import rows_behind
 from qkv.attention.common.visibility import row_blocks
 
 WEIGHTS: Final = "stochastic; unnormalised if normalize is false"
@@ -56,6 +63,7 @@ REFUSES: Final[Mapping[str, str]] = {
 }
 
 STACKABLE_BELOW: Final = 1e9
+STATE_NEEDS: Final[Mapping[str, Any]] = {"causal": True, "query_offset": 0}
 
 _ELEMENTS = 1 << 22  # of a block of rows of A, and of the sums of features for it
 _NORMAL = 1e-31  # products above it, and their sums, have the usual relative rounding error
@@ -63,11 +71,28 @@ _FAINT = 1e-7  # above it, float32 has its usual rounding error for values of 2*
 _TINY = 1e-250  # a row sum below it may have lost its smaller terms
 
 
+class State(NamedTuple):
+    """The tensors that the next tokens need; C is one less than the tokens of a chunk.
+
+    Attributes:
+        sums: those of phi(k) v^T, and in the last column those of phi(k).
+        tail_length: the number of tokens in the tail; None: there is no tail.
+        tail_key, tail_value: of these tokens, then zeros.
+    """
+
+    sums: Float64[Tensor, "B G D W"] | Float32[Tensor, "B G D W"] | None = None
+    tail_length: Int64[Tensor, "B"] | None = None
+    tail_key: Float[Tensor, "B G C D"] | None = None
+    tail_value: Float[Tensor, "B G C E"] | None = None
+
+
 class Linear(NamedTuple):
     """The outputs of linear attention; None for an output that was not requested."""
 
     output: Float[Tensor, "B H L E"] | None = None
     weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
+    state: State | None = None
+    notes: Mapping[str, Bool[Tensor, "B"]] = MappingProxyType({})
     backend: str = "features"
 
 
@@ -121,9 +146,14 @@ class _Features(NamedTuple):
         )
 
 
-def weights_are(parameters: Any) -> str:
-    """Returns the kind of the weights for these parameters."""
-    return "stochastic" if parameters.normalize else "unnormalised"
+def weights_are(parameters: Any, inputs: Collection[str] = ()) -> str:
+    """Returns the kind of the weights for these parameters; with a state, rows sum to less."""
+    return "stochastic" if parameters.normalize and not has_state(inputs) else "unnormalised"
+
+
+def infer_sizes(sizes: Mapping[str, int], parameters: Any) -> Mapping[str, int]:
+    """Returns the sizes of the tensors of a state."""
+    return state_sizes(sizes, parameters)
 
 
 def flops(sizes: Mapping[str, int]) -> int:
@@ -137,12 +167,15 @@ def attend(
     key_BGSD: Float[Tensor, "B G S D"],
     value_BGSE: Float[Tensor, "B G S E"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     causal: Causal = False,
     query_offset: QueryOffset = 0,
     normalize: Annotated[
         bool, Field(description="If true, each row is divided by its sum.")
     ] = True,
+    chunk: Chunk = 64,
+    state: Form = "exact",
     outputs: frozenset[str],
 ) -> Linear:
     """Computes linear attention.
@@ -150,10 +183,18 @@ def attend(
     Args:
         query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
         key_lengths_B: keys at and after this position are padding.
-        causal, query_offset, normalize: see their descriptions.
-        outputs: the names of the outputs to return: "output", "weights".
+        past: the state behind the tokens before these, which are then `causal` and as many queries
+            as keys. Sums alone are compact.
+        causal, query_offset, normalize, chunk, state: see their descriptions.
+        outputs: the names of the outputs to return: "output", "weights", "state".
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
+    if past is not None or "state" in outputs:
+        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, normalize)
+        found, weights = run_from(new, past, chunk, state), None
+        if "weights" in outputs:
+            weights = rows_behind(new, past, chunk)(slice(0, L)).to(score_dtype(dtype))
+        return Linear(found.output_BHSE, weights, State(**found.fields), found.notes)
     padding = padding_mask(S, key_lengths_B)
     features = _Features.of(query_BHLD, key_BGSD, padding)
     offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
@@ -174,25 +215,53 @@ def weights(
     query_BHLD: Float[Tensor, "B H L D"],
     key_BGSD: Float[Tensor, "B G S D"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
     normalize: bool = True,
+    chunk: int = 64,
 ) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A from a slice of L: (B, H, R, S), in memory O(R S).
 
     The arguments are those of `attend`.
     """
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
+    exact = score_dtype(query_BHLD.dtype)
+    if past is not None:
+        new = _tokens(query_BHLD, key_BGSD, key_BGSD[..., :0], key_lengths_B, normalize)
+        behind = rows_behind(new, past, chunk)
+        return lambda rows: behind(rows).to(exact)
     features = _Features.of(query_BHLD, key_BGSD, padding_mask(S, key_lengths_B))
     features = features.with_phi_applied()
     offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
-    exact = score_dtype(query_BHLD.dtype)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         return _block(features, rows, offsets, normalize).to(exact)
 
     return row_block
+
+
+def _tokens(
+    query_BHSD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    key_lengths_B: Tensor | None,
+    normalize: bool,
+) -> SummedTokens:
+    """Returns the tokens of a request with a state."""
+    tensors = {"query": query_BHSD, "key": key_BGSD, "value": value_BGSE}
+    padding, D = padding_mask(key_BGSD.shape[2], key_lengths_B), key_BGSD.shape[3]
+    return SummedTokens(padding, tensors, _token_features, D, normalize=normalize)
+
+
+def _token_features(tokens: SummedTokens, _before: Sums) -> Features:
+    """Returns phi of queries and keys."""
+    query, key = (
+        torch.where(x > 0, x + 1.0, x.clamp(max=0.0).exp())
+        for x in (tokens.query_BGKCD, tokens.key_BGCD)
+    )
+    return Features(query, key, certain_BC1=_TINY)
 
 
 def _least_product(query: Tensor, key: Tensor) -> Number | None:
@@ -247,10 +316,10 @@ def _output(
     if _is_faint(features, value):
         query, key, value = query.double(), key.double(), value.double()
     narrow, largest, room = value.dtype == torch.float32, 0.0, 1.0
-    state = State.of(key, value, phi) if narrow and offsets is None else None
+    sums = SharedSums.of(key, value, phi) if narrow and offsets is None else None
     # up to 1e25, queries of up to 1e6 have room
-    if state is None or not holds(largest_size(state.values_BGEF) <= 1e25):
-        state, size = None, largest_size(value)
+    if sums is None or not holds(largest_size(sums.values_BGEF) <= 1e25):
+        sums, size = None, largest_size(value)
         if not holds(size <= (1e15 if narrow else 1e150)):
             query, key, value = query.double(), key.double(), value.double()
             if (largest := float(size)) > 1e150:
@@ -258,8 +327,8 @@ def _output(
                 value = value / room
     output, total = (
         feature_sums(query, key, value, offsets, phi)
-        if state is None
-        else apply_state(query, state, phi)
+        if sums is None
+        else apply_state(query, sums, phi)
     )
     if normalize:
         output.div_(total.clamp(min=torch.finfo(total.dtype).tiny))  # 0 for rows without keys
@@ -334,30 +403,39 @@ def reference(
     key_BGSD: Tensor,
     value_BGSE: Tensor,
     key_lengths_B: Tensor | None = None,
+    past: State | None = None,
     *,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
     normalize: bool = True,
+    chunk: int = 64,
+    state: str = "exact",
 ) -> Linear:
     """Computes the same in plain float64 numpy, one head at a time, as in a textbook."""
     query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
-    (B, H, L, _), (_, G, S, _) = query.shape, key.shape
+    (B, H, L, D), (_, G, S, _), E = query.shape, key.shape, value.shape[-1]
 
     def phi(x: np.ndarray) -> np.ndarray:
         return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
 
-    weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, value.shape[-1]))
+    weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, E))
     for b, h in np.ndindex(B, H):
-        valid = S if key_lengths_B is None else int(key_lengths_B[b])
-        a = phi(query[b, h]) @ phi(key[b, h * G // H, :valid]).T
+        valid, g = S if key_lengths_B is None else int(key_lengths_B[b]), h * G // H
+        before = HeadState.of(past, (b, g), D, D, E)
+        keys = np.concatenate([before.key_CD, key[b, g, :valid]])
+        values = np.concatenate([before.value_CE, value[b, g, :valid]])
+        first, shared = len(before.key_CD), phi(query[b, h]) @ before.sums_FW
+        a = phi(query[b, h]) @ phi(keys).T
         if causal:
             offset = valid - L if query_offset == "end" else query_offset
-            a = np.where(np.arange(valid) <= np.arange(L)[:, None] + offset, a, 0)
+            a = np.where(np.arange(first + valid) <= np.arange(L)[:, None] + first + offset, a, 0)
         if normalize:
-            total = a.sum(1, keepdims=True)
-            a = a / np.where(total == 0, 1, total)
-        weights[b, h, :, :valid] = a
-        output[b, h] = a @ value[b, h * G // H, :valid]
+            total = a.sum(1, keepdims=True) + shared[:, -1:]
+            a, shared = (x / np.where(total == 0, 1, total) for x in (a, shared))
+        weights[b, h, :, :valid] = a[:, first:]
+        output[b, h] = a @ values + shared[:, :-1]
+        if past is not None:
+            output[b, h, valid:] = weights[b, h, valid:] = 0.0
     return Linear(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
 
 
@@ -367,17 +445,24 @@ def backward(
     key_BGSD: Float[Tensor, "B G S D"],
     value_BGSE: Float[Tensor, "B G S E"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
     normalize: bool = True,
+    chunk: int = 64,
+    state: Form = "exact",
+    grad_state: State | None = None,
 ) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), in float64.
 
     They are sums over keys that all queries share, and sums over queries that all keys share
     (Katharopoulos et al., arXiv:2006.16236, section 3.3.1, with the division that it omits). The
-    arguments are those of `attend`.
+    arguments are those of `attend`, and `grad_state` as `gradients_from` takes it.
     """
+    if past is not None or grad_state is not None:
+        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, normalize)
+        return gradients_from(new, past, grad_output_BHLE, grad_state, chunk)
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
     backward = partial(
         _gradients if normalize else _gradients_of_sums,

@@ -7,7 +7,7 @@ Cost: O(S E) time by cumsum, O(S^2 E) by the other methods; O(S E) memory by all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -19,8 +19,14 @@ from torch import Tensor
 
 from qkv.attention.common.gradients import normalize_size, scale_back
 from qkv.attention.common.guards import holds, is_finite, largest_size, occurs
+from qkv.attention.common.reference_state import HeadState
 from qkv.attention.common.row_masks import mask_padding, padding_mask
 from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
+from qkv.attention.common.token_gradients import gradients_from
+from qkv.attention.common.token_inputs import Chunk, Form, Sums
+from qkv.attention.common.token_state import run_from
+from qkv.attention.common.token_weights import rows_behind
 from qkv.attention.common.visibility import row_blocks
 
 WEIGHTS: Final = "stochastic; unnormalised if normalize is false"
@@ -35,6 +41,7 @@ REFUSES: Final[Mapping[str, str]] = {
 }
 
 STACKABLE_BELOW: Final = 1e9
+STATE_NEEDS: Final[Mapping[str, Any]] = {"causal": True, "method": "cumsum"}
 
 _BLOCK_ELEMENTS = 1 << 22  # of a block of rows of A
 _BLOCK = 4096  # the most rows that are summed in float32
@@ -46,17 +53,37 @@ _CACHED = 1 << 18  # numbers that fit into the cache
 _Method = Literal["cumsum", "loop", "matmul", "softmax"]
 
 
+class State(NamedTuple):
+    """The tensors that the next tokens need; C is one less than the tokens of a chunk.
+
+    Attributes:
+        sums: that of (v, 1); the last column is the number of values.
+        tail_length: the number of tokens in the tail; None: there is no tail.
+        tail_value: their values, then zeros.
+    """
+
+    sums: Float64[Tensor, "B H 1 W"] | Float32[Tensor, "B H 1 W"] | None = None
+    tail_length: Int64[Tensor, "B"] | None = None
+    tail_value: Float[Tensor, "B H C E"] | None = None
+
+
 class Mean(NamedTuple):
     """The outputs of mean attention; None for an output that was not requested."""
 
     output: Float[Tensor, "B H S E"] | None = None
     weights: Float32[Tensor, "B H S S"] | Float64[Tensor, "B H S S"] | None = None
+    state: State | None = None
     backend: str = "cumsum"
 
 
-def weights_are(parameters: Any) -> str:
-    """Returns the kind of the weights for these parameters."""
-    return "stochastic" if parameters.normalize else "unnormalised"
+def weights_are(parameters: Any, inputs: Collection[str] = ()) -> str:
+    """Returns the kind of the weights for these parameters; with a state, rows sum to less."""
+    return "stochastic" if parameters.normalize and not has_state(inputs) else "unnormalised"
+
+
+def infer_sizes(sizes: Mapping[str, int], parameters: Any) -> Mapping[str, int]:
+    """Returns the sizes of the tensors of a state."""
+    return state_sizes(sizes, parameters)
 
 
 def flops(sizes: Mapping[str, int]) -> int:
@@ -78,6 +105,7 @@ def score_count(sizes: Mapping[str, int], parameters: Any) -> int:
 def attend(
     value_BHSE: Float[Tensor, "B H S E"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     causal: Annotated[
         bool,
@@ -94,6 +122,8 @@ def attend(
             "ones. softmax: a product with the softmax of masked zeros."
         ),
     ] = "cumsum",
+    chunk: Chunk = 64,
+    state: Form = "exact",
     outputs: frozenset[str],
 ) -> Mean:
     """Averages the values up to each row, or all of them.
@@ -101,17 +131,25 @@ def attend(
     Args:
         value_BHSE: the values.
         key_lengths_B: values at and after this position are padding, and in no average.
-        causal, normalize, method: see their descriptions.
-        outputs: the names of the outputs to return: "output", "weights".
+        past: the state behind the tokens before these. Sums alone are compact.
+        causal, normalize, method, chunk, state: see their descriptions.
+        outputs: the names of the outputs to return: "output", "weights", "state".
     """
     weights = None
+    if past is not None or "state" in outputs:
+        new = _tokens(value_BHSE, key_lengths_B, normalize)
+        found = run_from(new, past, chunk, state)
+        if "weights" in outputs:
+            rows = slice(0, value_BHSE.shape[2])
+            weights = rows_behind(new, past, chunk)(rows).to(score_dtype(value_BHSE.dtype))
+        return Mean(found.output_BHSE, weights, State(**found.fields))
     if "weights" in outputs:
         (B, H, S, _), lengths_B = value_BHSE.shape, _lengths(value_BHSE, key_lengths_B)
         weights = value_BHSE.new_empty(B, H, S, S, dtype=score_dtype(value_BHSE.dtype))
         for rows in row_blocks(S, B * S, _BLOCK_ELEMENTS):
             weights[:, :, rows] = _weights(lengths_B, rows, S, causal, normalize, "matmul")
     if "output" not in outputs:
-        return Mean(None, weights, method)
+        return Mean(None, weights, backend=method)
     if key_lengths_B is not None:
         value_BHSE = mask_padding(padding_mask(value_BHSE.shape[2], key_lengths_B), value_BHSE)
     make = _METHODS[method]
@@ -122,31 +160,48 @@ def attend(
             room = 2.0 ** (S.bit_length() + 1)
             mean = make(value_BHSE / room, key_lengths_B, causal, normalize)
             bound = float(largest) / room
-            return Mean(mean.clamp(-bound, bound) * room, weights, method)
-    return Mean(make(value_BHSE, key_lengths_B, causal, normalize), weights, method)
+            return Mean(mean.clamp(-bound, bound) * room, weights, backend=method)
+    return Mean(make(value_BHSE, key_lengths_B, causal, normalize), weights, backend=method)
 
 
 def weights(
     value_BHSE: Float[Tensor, "B H S E"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     causal: bool = True,
     normalize: bool = True,
     method: str = "cumsum",
+    chunk: int = 64,
 ) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A from a slice of S: (B, H, R, S), in memory O(R S).
 
     A does not depend on the method. The arguments are those of `attend`.
     """
     B, H, S, _ = value_BHSE.shape
-    lengths_B = _lengths(value_BHSE, key_lengths_B)
     exact = score_dtype(value_BHSE.dtype)
+    if past is not None:
+        behind = rows_behind(_tokens(value_BHSE[..., :0], key_lengths_B, normalize), past, chunk)
+        return lambda rows: behind(rows).to(exact)
+    lengths_B = _lengths(value_BHSE, key_lengths_B)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         block_B1RS = _weights(lengths_B, rows, S, causal, normalize, "matmul").to(exact)
         return block_B1RS.expand(B, H, -1, S).contiguous()
 
     return row_block
+
+
+def _tokens(value_BHSE: Tensor, key_lengths_B: Tensor | None, normalize: bool) -> SummedTokens:
+    """Returns the tokens of a request with a state."""
+    padding = padding_mask(value_BHSE.shape[2], key_lengths_B)
+    return SummedTokens(padding, {"value": value_BHSE}, _token_features, 1, normalize=normalize)
+
+
+def _token_features(tokens: SummedTokens, _before: Sums) -> Features:
+    """Returns ones: each query has the same product with each key."""
+    ones_BHC1 = tokens.first.new_ones(*tokens.first.shape[:3], 1, dtype=torch.float64)
+    return Features(ones_BHC1[:, :, None], ones_BHC1)
 
 
 def _lengths(value_BHSE: Tensor, key_lengths_B: Tensor | None) -> Tensor:
@@ -298,10 +353,13 @@ _METHODS: Final[Mapping[str, Callable[..., Tensor]]] = {
 def reference(
     value_BHSE: Tensor,
     key_lengths_B: Tensor | None = None,
+    past: State | None = None,
     *,
     causal: bool = True,
     normalize: bool = True,
     method: str = "cumsum",
+    chunk: int = 64,
+    state: str = "exact",
 ) -> Mean:
     """Computes the same in plain float64 numpy, one head at a time, as in a textbook."""
     value = value_BHSE.double().numpy()
@@ -309,12 +367,18 @@ def reference(
     output, weights = np.zeros((B, H, S, E)), np.zeros((B, H, S, S))
     for b, h in np.ndindex(B, H):
         valid = S if key_lengths_B is None else int(key_lengths_B[b])
-        a = np.ones((S, valid))
+        before = HeadState.of(past, (b, h), 1, 0, E)
+        first, shared = len(before.value_CE), before.sums_FW
+        a = np.ones((S, first + valid))
         if causal:
-            a = np.tril(a)
+            a = np.tril(a, first)
         if normalize:
-            a /= np.maximum(a.sum(1, keepdims=True), 1)
-        weights[b, h, :, :valid], output[b, h] = a, a @ value[b, h, :valid]
+            total = np.maximum(a.sum(1, keepdims=True) + shared[:, -1:], 1)
+            a, shared = a / total, shared / total
+        weights[b, h, :, :valid] = a[:, first:]
+        output[b, h] = a @ np.concatenate([before.value_CE, value[b, h, :valid]]) + shared[:, :-1]
+        if past is not None:
+            output[b, h, valid:] = weights[b, h, valid:] = 0.0
     return Mean(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
 
 
@@ -322,17 +386,24 @@ def backward(
     grad_output_BHSE: Float[Tensor, "B H S E"],
     value_BHSE: Float[Tensor, "B H S E"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     causal: bool = True,
     normalize: bool = True,
     method: str = "cumsum",
+    chunk: int = 64,
+    state: Form = "exact",
+    grad_state: State | None = None,
 ) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), in float64.
 
     dV_j is the sum of dY_i / n_i over the rows i that average n_i values, v_j among them. This sum
     runs from the last row to the first and does not depend on the method. The arguments are those
-    of `attend`.
+    of `attend`, and `grad_state` as `gradients_from` takes it.
     """
+    if past is not None or grad_state is not None:
+        new = _tokens(value_BHSE, key_lengths_B, normalize)
+        return gradients_from(new, past, grad_output_BHSE, grad_state, chunk)
     S, lengths_B = value_BHSE.shape[2], _lengths(value_BHSE, key_lengths_B)
     grad, exponent = normalize_size(grad_output_BHSE.double())
     if normalize:

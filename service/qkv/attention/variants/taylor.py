@@ -8,13 +8,14 @@ query; O(L + S) memory unless weights are requested.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Final, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -28,6 +29,7 @@ from qkv.attention.common.gradients import (
 )
 from qkv.attention.common.guards import are_wide, bounds, holds, is_finite, occurs
 from qkv.attention.common.powers_of_2 import split_exponents
+from qkv.attention.common.reference_state import HeadState
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -40,6 +42,11 @@ from qkv.attention.common.row_masks import (
     zero_hidden,
 )
 from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
+from qkv.attention.common.token_gradients import gradients_from
+from qkv.attention.common.token_inputs import Chunk, Form, Sums
+from qkv.attention.common.token_state import run_from
+from qkv.attention.common.token_weights import rows_behind
 from qkv.attention.common.visibility import row_blocks
 
 WEIGHTS: Final = "stochastic"
@@ -53,10 +60,26 @@ REFUSES: Final[Mapping[str, str]] = {
 }
 
 STACKABLE_BELOW: Final = 1e9
+STATE_NEEDS: Final[Mapping[str, Any]] = {"causal": True, "query_offset": 0}
 
 _ELEMENTS = 1 << 22  # of a block of rows of A
 _NARROW = 1 / 8  # a denominator below n times this has lost three bits: float32 is too narrow
 _CANCELLED = 1e-3  # a denominator below n times this has lost digits: its row is recomputed
+
+
+class State(NamedTuple):
+    """The tensors that the next tokens need; C is one less than the tokens of a chunk.
+
+    Attributes:
+        sums: those of (1, k') (v, 1)^T; F is D + 1.
+        tail_length: the number of tokens in the tail; None: there is no tail.
+        tail_key, tail_value: of these tokens, then zeros.
+    """
+
+    sums: Float64[Tensor, "B G F W"] | Float32[Tensor, "B G F W"] | None = None
+    tail_length: Int64[Tensor, "B"] | None = None
+    tail_key: Float[Tensor, "B G C D"] | None = None
+    tail_value: Float[Tensor, "B G C E"] | None = None
 
 
 class Taylor(NamedTuple):
@@ -64,6 +87,8 @@ class Taylor(NamedTuple):
 
     output: Float[Tensor, "B H L E"] | None = None
     weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
+    state: State | None = None
+    notes: Mapping[str, Bool[Tensor, "B"]] = MappingProxyType({})
     backend: str = "features"
 
 
@@ -130,6 +155,16 @@ class _Features(NamedTuple):
         return similarity_RS
 
 
+def weights_are(parameters: Any, inputs: Collection[str] = ()) -> str:
+    """Returns the kind of the weights; with a state, the rows of new tokens sum to less."""
+    return "unnormalised" if has_state(inputs) else "stochastic"
+
+
+def infer_sizes(sizes: Mapping[str, int], parameters: Any) -> Mapping[str, int]:
+    """Returns the sizes of the tensors of a state."""
+    return state_sizes(sizes, parameters, sizes["D"] + 1)
+
+
 def flops(sizes: Mapping[str, int]) -> int:
     """Returns the operations of the non-causal products: keys and values, queries and sums."""
     B, H, G, L, S, D, E = (sizes[letter] for letter in "BHGLSDE")
@@ -141,9 +176,12 @@ def attend(
     key_BGSD: Float[Tensor, "B G S D"],
     value_BGSE: Float[Tensor, "B G S E"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     causal: Causal = False,
     query_offset: QueryOffset = 0,
+    chunk: Chunk = 64,
+    state: Form = "exact",
     outputs: frozenset[str],
 ) -> Taylor:
     """Computes Taylor attention.
@@ -151,15 +189,23 @@ def attend(
     A query or key of norm 0 has no direction, and similarity 1 to all. The output of float64
     inputs is summed in float64. The output of narrower inputs is summed in float32, except for
     items whose sums overflow and items with a row whose keys nearly oppose its query (a denominator
-    below n / 8). These items, and all weights, are computed in float64.
+    below n / 8). These items, all weights, and requests with a state are computed in float64.
 
     Args:
         query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
         key_lengths_B: keys at and after this position are padding, and not counted in n.
-        causal, query_offset: see their descriptions.
-        outputs: the names of the outputs to return: "output", "weights".
+        past: the state behind the tokens before these, which are then `causal` and as many queries
+            as keys. Sums alone are compact.
+        causal, query_offset, chunk, state: see their descriptions.
+        outputs: the names of the outputs to return: "output", "weights", "state".
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
+    if past is not None or "state" in outputs:
+        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B)
+        found, weights = run_from(new, past, chunk, state), None
+        if "weights" in outputs:
+            weights = rows_behind(new, past, chunk)(slice(0, L)).to(score_dtype(dtype))
+        return Taylor(found.output_BHSE, weights, State(**found.fields), found.notes)
     offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     output = weights = None
     if "output" in outputs:
@@ -177,9 +223,11 @@ def weights(
     query_BHLD: Float[Tensor, "B H L D"],
     key_BGSD: Float[Tensor, "B G S D"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
+    chunk: int = 64,
 ) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A from a slice of L: (B, H, R, S), in memory O(R S).
 
@@ -189,11 +237,36 @@ def weights(
     offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, offsets)
     exact = score_dtype(query_BHLD.dtype)
+    if past is not None:
+        new = _tokens(query_BHLD, key_BGSD, key_BGSD[..., :0], key_lengths_B)
+        behind = rows_behind(new, past, chunk)
+        return lambda rows: behind(rows).to(exact)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         return _block(features, rows).to(exact)
 
     return row_block
+
+
+def _tokens(
+    query_BHSD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, key_lengths_B: Tensor | None
+) -> SummedTokens:
+    """Returns the tokens of a request with a state."""
+    tensors = {"query": query_BHSD, "key": key_BGSD, "value": value_BGSE}
+    padding, D = padding_mask(key_BGSD.shape[2], key_lengths_B), key_BGSD.shape[3]
+    return SummedTokens(padding, tensors, _token_features, D + 1)
+
+
+def _token_features(tokens: SummedTokens, before: Sums) -> Features:
+    """Returns (1, x') of queries and keys. The first sum before the tokens is their number."""
+    query, key = (
+        pad(_Direction.apply(x), (1, 0), value=1.0)  # type: ignore[no-untyped-call]
+        for x in (tokens.query_BGKCD, tokens.key_BGCD)
+    )
+    count_B = before[0][:: tokens.G, 0, -1]
+    row_C = torch.arange(1, key.shape[2] + 1, device=key.device)
+    counts_BC1 = (count_B[:, None] + row_C)[..., None]
+    return Features(query, key, certain_BC1=_CANCELLED * counts_BC1)
 
 
 def _fast_output(
@@ -254,6 +327,20 @@ def _direction(x: Tensor) -> Tensor:
     return x / norm.masked_fill(norm == 0, 1.0)
 
 
+class _Direction(torch.autograd.Function):
+    """`_direction` with its gradient: that of torch's ldexp is wrong for large exponents."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _direction(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return _through_direction(gradients[0], x, 0)
+
+
 def _with_norm(x: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
     """Returns x and |x| in float64, both divided by 2**e, and e of each row."""
     # squares of numbers of narrower dtypes neither overflow nor underflow
@@ -305,33 +392,41 @@ def reference(
     key_BGSD: Tensor,
     value_BGSE: Tensor,
     key_lengths_B: Tensor | None = None,
+    past: State | None = None,
     *,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
+    chunk: int = 64,
+    state: str = "exact",
 ) -> Taylor:
     """Computes the same in plain float64 numpy, row by row, with 1 + q' . k' = |q' + k'|^2 / 2."""
     query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
-    (B, H, L, D), (_, G, S, _) = query.shape, key.shape
+    (B, H, L, D), (_, G, S, _), E = query.shape, key.shape, value.shape[-1]
 
     def direction(x: np.ndarray) -> np.ndarray:
         largest = np.abs(x).max(-1, keepdims=True)
         x = x / np.where(largest == 0, 1, largest)
         return x / np.where(largest == 0, 1, np.linalg.norm(x, axis=-1, keepdims=True))
 
-    weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, value.shape[-1]))
+    weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, E))
     for b, h in np.ndindex(B, H):
-        valid = S if key_lengths_B is None else int(key_lengths_B[b])
+        valid, g = S if key_lengths_B is None else int(key_lengths_B[b]), h * G // H
         offset = valid - L if query_offset == "end" else query_offset
-        keys = direction(key[b, h * G // H, :valid])
-        for i, row in enumerate(direction(query[b, h])):
+        before = HeadState.of(past, (b, g), D + 1, D, E)
+        keys = direction(np.concatenate([before.key_CD, key[b, g, :valid]]))
+        values = np.concatenate([before.value_CE, value[b, g, :valid]])
+        first = len(before.key_CD)
+        for i, row in enumerate(direction(query[b, h, : L if past is None else valid])):
             apart = np.sqrt(((row + keys) ** 2).sum(-1))
             apart[apart <= (D + 4) * np.finfo(float).eps] = 0  # opposed, apart from rounding
             a = apart**2 / 2
             a[(keys == 0).all(-1) | (row == 0).all()] = 1
             if causal:
-                a[max(0, i + offset + 1) :] = 0
-            a /= a.sum() or 1
-            weights[b, h, i, :valid], output[b, h, i] = a, a @ value[b, h * G // H, :valid]
+                a[max(0, first + i + offset + 1) :] = 0
+            shared = before.sums_FW[0] + row @ before.sums_FW[1:]
+            total = a.sum() + shared[-1] or 1
+            weights[b, h, i, :valid] = a[first:] / total
+            output[b, h, i] = (a / total) @ values + shared[:-1] / total
     return Taylor(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
 
 
@@ -341,17 +436,24 @@ def backward(
     key_BGSD: Float[Tensor, "B G S D"],
     value_BGSE: Float[Tensor, "B G S E"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    past: State | None = None,
     *,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
+    chunk: int = 64,
+    state: Form = "exact",
+    grad_state: State | None = None,
 ) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), in float64.
 
     They are sums over keys that all queries share, and sums over queries that all keys share, then
     passed through x / |x|: (g - x' (x' . g)) / |x|. Queries and keys without a direction, and rows
-    of zeros, get zeros. The arguments are those of `attend`. Source: Li et al., arXiv:2007.14902,
-    section 3, differentiated.
+    of zeros, get zeros. The arguments are those of `attend`, and `grad_state` as `gradients_from`
+    takes it. Source: Li et al., arXiv:2007.14902, section 3, differentiated.
     """
+    if past is not None or grad_state is not None:
+        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B)
+        return gradients_from(new, past, grad_output_BHLE, grad_state, chunk)
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
     offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     backward = partial(_gradients, key_lengths_B=key_lengths_B, offsets=offsets)

@@ -32,7 +32,9 @@ def draw_sweep(results: SweepResults, ax: Axes | None = None) -> Figure:
     """
     if ax is None:
         ax = Figure(figsize=(8, 5), layout="constrained").subplots()
-    ax.set(xscale="log", yscale="log", xlabel="length of queries and keys", ylabel="milliseconds")
+    decodes = any(cell.way is not None for cell in results.cells)
+    x = "tokens before the next one" if decodes else "length of queries and keys"
+    ax.set(xscale="log", yscale="log", xlabel=x, ylabel="milliseconds")
     styles = cycle(zip(_COLOURS, _MARKERS, strict=True))
     for (index, name), (colour, mark) in zip(results.names.items(), styles, strict=False):
         cells = [c for c in results.cells if c.index == index and c.problem is None]

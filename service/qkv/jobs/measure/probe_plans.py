@@ -16,6 +16,7 @@ from qkv.jobs.plan import Plan
 
 __all__ = [
     "PEAK_BYTES",
+    "CachedTokenPlan",
     "Float64Plan",
     "PeakMemoryPlan",
     "TimingPlan",
@@ -47,6 +48,11 @@ class TimingPlan(Plan):
     def uses_sdpa(self) -> bool:
         """Always false: the engine lends idle threads to SDPA only, which would skew the times."""
         return False
+
+
+@dataclass(frozen=True, eq=False)
+class CachedTokenPlan(TimingPlan):
+    """A run of one query that first writes the last key and value to those before."""
 
 
 @dataclass(frozen=True, eq=False)

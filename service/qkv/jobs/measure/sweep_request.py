@@ -9,11 +9,13 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 import pydantic
 
+from qkv.attention.signature import STATE
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, PayloadTooLarge, pointer_to
 from qkv.jobs.fields import INTEGER, field_error
 from qkv.jobs.job import Job
-from qkv.jobs.measure.probe_plans import TimingPlan
+from qkv.jobs.measure.probe_plans import CachedTokenPlan, TimingPlan
+from qkv.jobs.measure.sweep_curve import Curve, Mode, curves_of
 from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
 from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import DTYPES, RawTensor, nbytes
@@ -43,9 +45,18 @@ class SweepFields(pydantic.BaseModel):
         pydantic.Field(
             min_length=1,
             max_length=64,
-            description="The lengths of queries and keys. Each length once.",
+            description="The lengths of queries and keys, or of the tokens before the next one. "
+            "Each length once.",
         ),
     ]
+    mode: Annotated[
+        Mode,
+        pydantic.Field(
+            description="whole: a call with all tokens. decode: the next token, of a variant with "
+            "a state from its state, of another one from a cache of keys and values, and by "
+            "computing all tokens again."
+        ),
+    ] = "whole"
     batch: Annotated[
         int, pydantic.Field(ge=1, le=4096, description="The number of batch items."), INTEGER
     ] = 1
@@ -81,7 +92,7 @@ class SweepRequest:
         limits: the limits of each run.
 
     Attributes:
-        choices: the variants, in order.
+        curves: those of the variants, in order.
         lengths: the lengths, in order.
         repeats: timed runs of each variant at each length.
 
@@ -100,46 +111,75 @@ class SweepRequest:
                 raise InvalidContent(
                     f"lengths names {length} twice", pointer=pointer_to("lengths", i)
                 )
-        self.choices = [
+        choices = [
             VariantChoice.parse(value, "variants", i) for i, value in enumerate(parsed.variants)
         ]
-        for choice in self.choices:
+        for choice in choices:
             _check_axes(choice)
+        self.curves = [curve for choice in choices for curve in curves_of(choice, parsed.mode)]
         self.lengths, self.repeats = parsed.lengths, parsed.repeats
         self._fields, self._limits = parsed, limits
 
-    def plan(self, choice: VariantChoice, length: int) -> TimingPlan:
-        """Returns the timed run of a variant at a length.
+    def plan(self, curve: Curve, length: int) -> TimingPlan:
+        """Returns the timed run of a curve at a length.
 
         Raises:
             PayloadTooLarge, InvalidContent: an error of `Plan.from_message`.
         """
-        shapes = self._shapes(choice.variant, length)
-        size = sum(nbytes(self._fields.dtype, shape) for shape in shapes.values())
+        if curve.way is None:
+            return self._plan(curve, length, length, {})
+        if curve.way == "recompute":
+            return self._plan(curve, length + 1, length + 1, {})
+        if curve.way == "cache":
+            return CachedTokenPlan.of(self._plan(curve, 1, length + 1, {}))
+        specs = self.plan_before(curve, length).output_specs
+        return self._plan(curve, 1, 1, {n: x for n, x in specs.items() if n.startswith(STATE)})
+
+    def plan_before(self, curve: Curve, length: int) -> TimingPlan:
+        """Returns the run of the tokens before the next one, which returns their state."""
+        return self._plan(curve, length, length, {})
+
+    def _plan(
+        self, curve: Curve, L: int, S: int, held: Mapping[str, tuple[str, tuple[int, ...]]]
+    ) -> TimingPlan:
+        """Returns a run of these lengths; `held` are dtype and shape of a state's tensors."""
+        name, dtype = curve.choice.variant.name, self._fields.dtype
+        shapes = self._shapes(curve.choice.variant, L, S)
+        specs: dict[str, tuple[str, tuple[int, ...]]] = {n: (dtype, s) for n, s in shapes.items()}
+        specs |= held
+        size = sum(nbytes(*spec) for spec in specs.values())
         if size > self._limits.job_bytes:  # checked before the allocation
             raise PayloadTooLarge(
-                f"the inputs of {choice.variant.name} would be too large: got {size} bytes, "
+                f"the inputs of {name} would be too large: got {size} bytes, "
                 f"expected at most {self._limits.job_bytes}",
                 limit=self._limits.job_bytes,
             )
-        blank = {n: RawTensor(self._fields.dtype, s, _NOTHING) for n, s in shapes.items()}
-        fields = {"parameters": choice.parameters, "outputs": ["output"]}
-        message = Message(fields, blank)
-        return TimingPlan.of(Plan.from_message(choice.variant.name, message, self._limits))
+        outputs = ["output", *(["state"] if curve.way == "state" else [])]
+        fields = {"parameters": curve.parameters, "outputs": outputs}
+        message = Message(fields, {n: RawTensor(*spec, _NOTHING) for n, spec in specs.items()})
+        return TimingPlan.of(Plan.from_message(name, message, self._limits))
 
-    def job(self, plan: TimingPlan, length: int) -> Job:
-        """Returns a run with random inputs. Every variant gets the same numbers."""
-        shapes = plan.inputs.sent_shapes
-        return Job(plan, {n: self._random(n, s, length) for n, s in shapes.items()})
+    def job(
+        self, plan: TimingPlan, length: int, held: Mapping[str, RawTensor] | None = None
+    ) -> Job:
+        """Returns a run with random inputs beside the tensors of a state.
+
+        Every variant gets the same numbers.
+        """
+        tensors = dict(held or {})
+        for name, shape in plan.inputs.sent_shapes.items():
+            if name not in tensors:
+                tensors[name] = self._random(name, shape, length)
+        return Job(plan, {name: tensors[name] for name in plan.inputs.sent_shapes})
 
     def _random(self, name: str, shape: Sequence[int], length: int) -> RawTensor:
         generator = np.random.default_rng([self._fields.seed, length, *name.encode()])
         array = generator.standard_normal(shape, np.float32)
         return RawTensor.from_numpy(array.astype(DTYPES[self._fields.dtype], copy=False))
 
-    def _shapes(self, variant: Variant, length: int) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, variant: Variant, L: int, S: int) -> dict[str, tuple[int, ...]]:
         fields = self._fields
-        sizes = dict.fromkeys("LS", length) | dict.fromkeys("HGJV", fields.heads)
+        sizes = {"L": L, "S": S} | dict.fromkeys("HGJV", fields.heads)
         sizes |= {"B": fields.batch, "D": fields.width, "E": fields.width}
         return {
             spec.name: tuple(sizes[letter] for letter in spec.letters)

@@ -9,12 +9,13 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
+from qkv.attention.signature import STATE
 from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_report import summarize_times
-from qkv.jobs.measure.probe_plans import PEAK_BYTES, PeakMemoryPlan
+from qkv.jobs.measure.probe_plans import PEAK_BYTES, PeakMemoryPlan, TimingPlan
+from qkv.jobs.measure.sweep_curve import Curve
 from qkv.jobs.measure.sweep_request import SweepRequest, Times, crossovers
-from qkv.jobs.measure.variant_choice import VariantChoice
 from qkv.tensors import RawTensor
 from qkv.wire.responses import Cell, Crossover, Done, Progress
 
@@ -61,14 +62,15 @@ class SweepRun:
         A cell that cannot be measured has a `problem`; the sweep continues.
         """
         request, done = self._request, 0
-        total = len(request.choices) * len(request.lengths)
-        curves: list[dict[int, Times]] = [{} for _ in request.choices]
+        total = len(request.curves) * len(request.lengths)
+        curves: list[dict[int, Times]] = [{} for _ in request.curves]
         for length in request.lengths:
-            for index, choice in enumerate(request.choices):
-                yield "progress", Progress(done, total, choice.variant.name, length)
-                cell = Cell(index, choice.parameters, choice.variant.name, length)
+            for index, curve in enumerate(request.curves):
+                name = curve.choice.variant.name
+                yield "progress", Progress(done, total, name, length)
+                cell = Cell(index, curve.choice.parameters, name, length, way=curve.way)
                 try:
-                    times, cell = await self._measure(cell, choice)
+                    times, cell = await self._measure(cell, curve)
                     curves[index][length] = times
                 except QkvError as error:
                     cell = replace(cell, problem=error.problem())
@@ -79,17 +81,16 @@ class SweepRun:
                 yield "cell", cell
         yield "done", Done(done, tuple(Crossover(*c) for c in crossovers(curves)))
 
-    async def _measure(self, cell: Cell, choice: VariantChoice) -> tuple[Times, Cell]:
+    async def _measure(self, cell: Cell, curve: Curve) -> tuple[Times, Cell]:
         """Returns the times of a cell, and the cell with its measurements.
 
         Raises:
             QkvError: the variant cannot run.
         """
-        plan = self._request.plan(choice, cell.length)
+        plan = self._request.plan(curve, cell.length)
+        held = await self._state_before(curve, cell.length) if curve.way == "state" else {}
         with self._runner.reserve(plan.bytes_in):
-            job = await _finish_despite_cancel(
-                asyncio.to_thread(self._request.job, plan, cell.length)
-            )
+            job = await self._new_job(plan, cell.length, held)
             peak, _ = await self._runner.measure(Job(PeakMemoryPlan.of(plan), job.tensors))
             times_ms = [(await self._runner.measure(job))[1] for _ in range(self._request.repeats)]
         times = summarize_times(times_ms)
@@ -102,7 +103,29 @@ class SweepRun:
             flops=plan.flops,
             bytes=plan.bytes,
             peak_bytes=int(peak[PEAK_BYTES].numpy()[0]),
+            held_bytes=_held_bytes(curve, job),
         )
+
+    async def _state_before(self, curve: Curve, length: int) -> Mapping[str, RawTensor]:
+        """Returns the state behind the tokens before the timed one."""
+        plan = self._request.plan_before(curve, length)
+        with self._runner.reserve(plan.bytes):
+            outputs, _ = await self._runner.measure(await self._new_job(plan, length))
+        return {name: x for name, x in outputs.items() if name.startswith(STATE)}
+
+    async def _new_job(
+        self, plan: TimingPlan, length: int, held: Mapping[str, RawTensor] | None = None
+    ) -> Job:
+        work = asyncio.to_thread(self._request.job, plan, length, held)
+        return await _finish_despite_cancel(work)
+
+
+def _held_bytes(curve: Curve, job: Job) -> int | None:
+    """Returns the bytes that are kept from token to token; None for whole calls."""
+    if curve.way is None:
+        return None
+    kept = {"cache": ("key", "value"), "state": (STATE,), "recompute": ()}[curve.way]
+    return sum(x.nbytes for name, x in job.tensors.items() if name.startswith(kept))
 
 
 async def _finish_despite_cancel(work: Coroutine[Any, Any, _T]) -> _T:

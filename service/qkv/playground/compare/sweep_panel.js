@@ -31,6 +31,12 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
     { id: "sweep-longest" },
     ...LENGTHS.slice(3).map((n) => new Option(n.toLocaleString("en"), n, n === 2048, n === 2048)),
   );
+  const mode = h(
+    "select",
+    { id: "sweep-mode" },
+    new Option("a whole call", "whole", true, true),
+    new Option("the next token", "decode"),
+  );
   const inputs = FIELDS.map(([name, , value, min, max]) =>
     h("input", { id: `sweep-${name}`, type: "number", value, min, max, step: 1 }),
   );
@@ -71,6 +77,7 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
     h(
       "div",
       { class: "row fields" },
+      createField("sweep-mode", "Time", mode),
       createField("sweep-longest", "Up to", longest),
       ...fields,
       button,
@@ -96,9 +103,13 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
 
   const run = async () => {
     const names = [...state.variants.keys()].filter((name) => selected.has(name));
-    const body = buildBody(names, Number(longest.value), inputs, state);
+    const body = {
+      ...buildBody(names, Number(longest.value), inputs, state),
+      ...(mode.value === "decode" && { mode: "decode" }),
+    };
     onRequest(body);
-    sweep = { cells: [], variants: names, crossovers: [], lengths: body.lengths, body };
+    const labels = body.mode ? [] : names; // decoding may have two curves for a variant
+    sweep = { cells: [], variants: labels, crossovers: [], lengths: body.lengths, body };
     running = new AbortController();
     button.textContent = "Stop";
     progress.hidden = false;
@@ -124,6 +135,7 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
       status.textContent = `${data.done} of ${data.total}: ${data.variant} at ${data.length.toLocaleString("en")}`;
     } else if (event === "cell") {
       sweep.cells.push(data);
+      if (data.way) sweep.variants[data.index] = `${data.variant}, ${data.way}`;
     } else if (event === "done") {
       sweep.crossovers = data.crossovers;
       status.textContent = `${sweep.cells.length} measurements. ${describeFastest(sweep)}`;

@@ -66,7 +66,8 @@ export function formatCell(cell) {
   const [median, least, most] = [cell.median_ms, cell.least_ms, cell.most_ms].map(
     formatMilliseconds,
   );
-  return `${median} (${least} to ${most})`;
+  const held = cell.held_bytes ? `, keeps ${formatInteger(cell.held_bytes)} bytes` : "";
+  return `${median} (${least} to ${most})${held}`;
 }
 
 /** Formats a whole number with commas. */
