@@ -52,6 +52,12 @@ class Variant:
     state: State | None = None
 
     @cached_property
+    def has_notes(self) -> bool:
+        """True if `attend` returns notes on its numbers, besides outputs."""
+        returned = typing.get_type_hints(self.module.attend)["return"]
+        return "notes" in getattr(returned, "_fields", ())
+
+    @cached_property
     def tensors(self) -> Mapping[str, Input]:
         """The inputs, and the tensors of a state."""
         return self.inputs if self.state is None else {**self.inputs, **self.state.inputs}

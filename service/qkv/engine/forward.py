@@ -176,10 +176,10 @@ def _attend(plan: Plan, arguments: Mapping[str, Any], weights: LayerTensors) -> 
     if plan.attend_outputs:
         result = plan.variant.attend(**arguments, outputs=frozenset(plan.attend_outputs))
         computed = {name: getattr(result, name) for name in plan.attend_outputs}
-        if (state := computed.pop("state", None)) is not None:
-            computed |= _state_tensors(plan, state)
-        conditions = getattr(result, "notes", {})
-        computed |= {f"{NOTE}{note}": condition for note, condition in conditions.items()}
+        if "state" in computed:
+            computed |= _state_tensors(plan, computed.pop("state"))
+        if plan.variant.has_notes:
+            computed |= {f"{NOTE}{note}": holds_B for note, holds_B in result.notes.items()}
         backend = getattr(result, "backend", "explicit")
     if plan.inputs.layer is not None and "output" in computed:
         computed["output"] = layer_pass.project_output(computed["output"], weights)

@@ -69,14 +69,10 @@ class Backlog:
     """The load of each tenant that is not done.
 
     One thread at a time may change it; other threads may read it meanwhile.
-
-    Attributes:
-        total: the load of all tenants.
     """
 
     def __init__(self) -> None:
         self._loads: dict[Tenant, Load] = {}
-        self.total = Load()
 
     def __bool__(self) -> bool:
         """Returns True if any request is not done."""
@@ -91,11 +87,15 @@ class Backlog:
         """The loads of the tenants that have some: a copy."""
         return self._loads.copy()
 
+    @property
+    def total(self) -> Load:
+        """The load of all tenants."""
+        return Load.sum(self.loads.values())
+
     def add(self, tenant: Tenant, load: Load) -> None:
         """Adds the load of a request."""
         current = self._loads.get(tenant)
         self._loads[tenant] = load if current is None else current.plus(load)
-        self.total = self.total.plus(load)
 
     def remove(self, tenant: Tenant, load: Load) -> None:
         """Removes the load of a request that was added."""
@@ -104,9 +104,7 @@ class Backlog:
             self._loads[tenant] = current.minus(load)
         else:
             del self._loads[tenant]
-        self.total = self.total.minus(load)
 
     def clear(self) -> None:
         """Removes all."""
         self._loads.clear()
-        self.total = Load()

@@ -336,14 +336,20 @@ class Plan:
 
         `notes` are those on the numbers of a run.
         """
-        notes = [*self.notes, *notes]
-        return self._annotations | ({"notes": notes} if notes else {})
+        if not notes:
+            return self._annotations
+        return {**self._annotations, "notes": [*self.notes, *notes]}
 
     @cached_property
     def _annotations(self) -> dict[str, Any]:
-        weights = {"weights_are": self.weights_are} if "weights" in self.outputs else {}
-        layer = self.inputs.layer
-        return weights if layer is None else {**weights, "layer": layer.description}
+        fields: dict[str, Any] = {}
+        if "weights" in self.outputs:
+            fields["weights_are"] = self.weights_are
+        if self.inputs.layer is not None:
+            fields["layer"] = self.inputs.layer.description
+        if self.notes:
+            fields["notes"] = self.notes
+        return fields
 
     @cached_property
     def notes(self) -> list[str]:

@@ -330,8 +330,9 @@ def _new_response(
 ) -> Response:
     outputs = {name: result.outputs[name] for name in fields.outputs}
     entries, data = open_inference.encode_tensors(outputs, fields.binary)
-    texts = [*plan.notes, *result.notes]
-    notes = {"notes": "; ".join(texts)} if texts else {}
+    notes = {}
+    if plan.notes or result.notes:
+        notes["notes"] = "; ".join([*plan.notes, *result.notes])
     text = json.dump(
         InferResponse(
             model_name=model,
