@@ -99,11 +99,7 @@ class Inputs(NamedTuple):
         """
         return {
             name: cast_untyped(
-                message.tensors[name],
-                name,
-                spec.dtypes,
-                state.cast_dtype(name, self.dtypes, self.cast_dtype),
-                _pointer(name),
+                message.tensors[name], name, spec.dtypes, self.dtypes[name], _pointer(name)
             )
             for name, spec in self.specs.items()
         }
