@@ -1,5 +1,8 @@
 // Switches the light and the dark theme. The system's choice applies until the user selects one.
 
+/** The font of drawings; --sans is that of the page. */
+export const SANS = "system-ui, -apple-system, 'Segoe UI', sans-serif";
+
 const STORAGE_KEY = "qkv-theme";
 const COLOURS = ["ink", "muted", "line", "card", "accent", "bar", "chart-ink", "chart-grid"];
 const system = matchMedia("(prefers-color-scheme: dark)");

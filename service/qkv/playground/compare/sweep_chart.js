@@ -3,6 +3,7 @@
 // Colours are CSS variables with defaults: --chart-ink, --chart-grid, and --chart-1 to --chart-8 for
 // the variants. Each variant also has a marker of its own.
 
+import { SANS } from "../theme.js";
 import {
   describeCrossover,
   describeSweep,
@@ -275,7 +276,7 @@ function gridColour() {
 }
 
 function fontAttributes() {
-  return { fill: inkColour(), "font-size": 12, "font-family": "system-ui, sans-serif" };
+  return { fill: inkColour(), "font-size": 12, "font-family": SANS };
 }
 
 function addElement(parent, name, attributes, text) {

@@ -1,7 +1,7 @@
 // Draws a figure for print: its title and its drawing, on white, in the colours of the light theme.
 
 import { h } from "../dom.js";
-import { readColours } from "../theme.js";
+import { readColours, SANS } from "../theme.js";
 import { paintSvg, writeSvg } from "./svg.js";
 import { layOutTable } from "./table_picture.js";
 
@@ -9,7 +9,6 @@ const WIDTH = 640; // of a drawing; 680 pixels with the margins are 17 cm of pap
 const MARGIN = 20;
 const TITLE_HEIGHT = 34;
 const SCALE = 3; // dots of the picture for each pixel: 300 dots per inch
-const SANS = "system-ui, -apple-system, 'Segoe UI', sans-serif";
 const TITLE_FONT = `600 15px ${SANS}`;
 
 // PNG, section 11.3.4.3: length, pHYs, 11811 dots per metre in both directions, checksum

@@ -1,8 +1,9 @@
 // Draws a table: a line of headings, then a line for each row, with numbers at the right of columns.
 
 import { formatNumber } from "../dom.js";
+import { SANS } from "../theme.js";
 
-const FONT = "12px system-ui, -apple-system, 'Segoe UI', sans-serif";
+const FONT = `12px ${SANS}`;
 const MAX_ROWS = 60;
 const ROW_HEIGHT = 24;
 const LINE_HEIGHT = 15; // of a heading

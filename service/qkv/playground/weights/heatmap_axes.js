@@ -1,6 +1,8 @@
 // Lays out a heat map; draws its row and column names, axis titles and bars.
 
-const FONT = "12px system-ui, -apple-system, 'Segoe UI', sans-serif";
+import { SANS } from "../theme.js";
+
+const FONT = `12px ${SANS}`;
 const MIN_NAME_PX = 11; // height of a name, pixels
 const MAX_CELL_PX = 110; // pixels
 const THIN_CELL_PX = 4; // pixels; bars of thinner cells touch and show an outline

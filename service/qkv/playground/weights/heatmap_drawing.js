@@ -1,11 +1,12 @@
 // Draws a heat map on a canvas: its cells, their numbers, and what is marked.
 
 import { formatFixed, formatNumber, h } from "../dom.js";
+import { SANS } from "../theme.js";
 import { isLight } from "./colors.js";
 import { drawAxes } from "./heatmap_axes.js";
 
 const STRIP_SHADES = 64; // of the colour scale
-const FONT = "12px system-ui, -apple-system, 'Segoe UI', sans-serif";
+const FONT = `12px ${SANS}`;
 
 /** Room for the colour scale below a map, in pixels. */
 export const SCALE_HEIGHT = 36;
@@ -97,7 +98,7 @@ function drawNumbers(context, { matrix, shades, isSmall }, layout) {
   const { left, top, cellWidth, cellHeight } = layout;
   const [size, least] = isSmall ? [11, 27] : [13, 40];
   if (cellWidth < least || cellHeight < 1.5 * size) return;
-  context.font = `${size}px system-ui, -apple-system, 'Segoe UI', sans-serif`;
+  context.font = `${size}px ${SANS}`;
   context.textAlign = "center";
   context.textBaseline = "middle";
   matrix.numbers.forEach((value, at) => {
