@@ -487,6 +487,22 @@ def test_jobs_with_a_state_are_stacked_on_a_device() -> None:
             np.testing.assert_allclose(other, one, rtol=0, atol=1e2 * EPS, err_msg=name)
 
 
+def test_jobs_of_no_tokens_are_stacked_on_a_device() -> None:
+    """Also with tails of several lengths."""
+    fields: dict[str, Any] = {"parameters": {"rule": "gated_delta", "chunk": 16}, "outputs": BOTH}
+    none = part(tokens(0, 1, "gated_delta"), 0, 0)
+    states = [state_of(run(tokens(n, n, "gated_delta"), **fields)) for n in (9, 21)]
+    jobs = []
+    for state in states:
+        raw = {name: RawTensor.from_numpy(x) for name, x in {**none, **state}.items()}
+        jobs.append(Job.new(Plan, "gated", Message(fields, raw), LIMITS))
+    results = execute(jobs, PretendedDevice(), stack=True)
+    for state, result in zip(states, results, strict=True):
+        found = {name: raw_output.numpy() for name, raw_output in result.outputs.items()}
+        assert found["output"].shape == (1, 2, 0, 3)
+        assert_same_bits(state_of(found), state)
+
+
 def test_bits_do_not_depend_on_the_threads_that_a_large_job_may_take() -> None:
     """The whole sequence is large enough for several threads; its last part is not."""
     inputs = tokens(11, 1500, "gated_delta", heads=(4, 4, 4), D=64, E=64, dtype="float32")
