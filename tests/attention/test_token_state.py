@@ -576,6 +576,25 @@ def test_jobs_with_a_state_are_stacked_on_a_device(name: str) -> None:
 
 
 @each("name", [*CASES])
+def test_jobs_of_no_tokens_are_stacked_on_a_device(name: str) -> None:
+    """Also with tails of several lengths."""
+    case = CASES[name]
+    fields: dict[str, Any] = {"parameters": {"chunk": 16}, "outputs": BOTH}
+    none = part(tokens(0, 1, case), 0, 0)
+    states = [state_of(run(case, tokens(n, n, case), **fields)) for n in (9, 21)]
+    fields["parameters"] |= case.parameters
+    jobs = []
+    for state in states:
+        raw = {tensor: RawTensor.from_numpy(x) for tensor, x in {**none, **state}.items()}
+        jobs.append(Job.new(Plan, case.variant, Message(fields, raw), LIMITS))
+    results = execute(jobs, PretendedDevice(), stack=True)
+    for state, result in zip(states, results, strict=True):
+        found = {tensor: output.numpy() for tensor, output in result.outputs.items()}
+        assert found["output"].shape == (1, 2, 0, 3)
+        assert_same_bits(state_of(found), state)
+
+
+@each("name", [*CASES])
 def test_bits_do_not_depend_on_the_threads_that_a_large_job_may_take(name: str) -> None:
     """The whole sequence is large enough for several threads; its last part is not."""
     case = CASES[name]

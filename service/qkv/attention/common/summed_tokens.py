@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qkv.attention.common.recurrence import Chunks, Tokens
+from qkv.attention.common.row_masks import padding_mask
 from qkv.attention.common.token_inputs import Read, Sums, TokenInputs, tail_sizes
 from qkv.attention.signature import STATE
 from qkv.errors import InvalidContent
@@ -41,6 +42,10 @@ class Features(NamedTuple):
     largest_XF: Tensor | None = None
     certain_BC1: Tensor | float | None = None
 
+    def sums(self, matrix_XFW: Tensor) -> Sums:
+        """Returns the sums behind the tokens from the matrices behind them."""
+        return (matrix_XFW,) if self.largest_XF is None else (matrix_XFW, self.largest_XF)
+
 
 FeatureMap = Callable[["SummedTokens", Sums], Features]
 """The features of the tokens behind some sums."""
@@ -61,6 +66,27 @@ class SummedTokens(TokenInputs):
     F: int
     shifts: bool = False
     normalize: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        query_BHSD: Tensor,
+        key_BGSD: Tensor,
+        value_BGSE: Tensor,
+        key_lengths_B: Tensor | None,
+        *,
+        features: FeatureMap,
+        more: int = 0,
+        shifts: bool = False,
+        normalize: bool = True,
+    ) -> SummedTokens:
+        """Returns the tokens of three tensors.
+
+        A key has as many features as numbers, and `more`. The other arguments are attributes.
+        """
+        tensors = {"query": query_BHSD, "key": key_BGSD, "value": value_BGSE}
+        padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
+        return cls(padding, tensors, features, key_BGSD.shape[3] + more, shifts, normalize)
 
     @property
     def query_BGKCD(self) -> Tensor:
@@ -94,10 +120,9 @@ class SummedTokens(TokenInputs):
             matrix = past.sums.flatten(0, 1).double()
         if not self.shifts:
             return (matrix,)
-        largest = getattr(past, "largest", None)  # sums that come alone are not divided
-        return matrix, matrix.new_zeros(matrix.shape[:2]) if largest is None else largest.flatten(
-            0, 1
-        )
+        if (largest := getattr(past, "largest", None)) is None:  # sums that come alone
+            return matrix, matrix.new_zeros(matrix.shape[:2])
+        return matrix, largest.flatten(0, 1)
 
     def fields_of(self, sums: Sums) -> dict[str, Tensor]:
         """Returns the fields `sums` and, for features that are divided, `largest`."""
@@ -116,10 +141,7 @@ class SummedTokens(TokenInputs):
             output = output / divisor_BHC1
             if is_lost_BHC1 is not None:
                 is_lost_B = self.visible(is_lost_BHC1).flatten(1).any(1)
-        behind = sums
-        if is_full:
-            largest = [] if features.largest_XF is None else [features.largest_XF]
-            behind = (matrix, *largest)
+        behind = features.sums(matrix) if is_full else sums
         return Read(self.visible(output), behind, is_lost_B)
 
     def weight_chunk(self, sums: Sums) -> tuple[Chunks, Tensor | None, Sums]:
@@ -127,8 +149,7 @@ class SummedTokens(TokenInputs):
         tokens, features = self._tokens(sums)
         chunks = Chunks.of(tokens, self.first.shape[2])
         read_XKCW, matrix = chunks.run_one(sums[0], is_full=True)
-        largest = [] if features.largest_XF is None else [features.largest_XF]
-        behind = (matrix, *largest)
+        behind = features.sums(matrix)
         if not self.normalize:
             return chunks, None, behind
         divisor_BHC1, _ = _divisor(self._by_head(read_XKCW[..., -1:]), features)

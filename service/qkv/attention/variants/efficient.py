@@ -259,15 +259,6 @@ def weights(
     return row_block
 
 
-def _tokens(
-    query_BHSD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, key_lengths_B: Tensor | None
-) -> SummedTokens:
-    """Returns the tokens of a request with a state."""
-    tensors = {"query": query_BHSD, "key": key_BGSD, "value": value_BGSE}
-    padding, D = padding_mask(key_BGSD.shape[2], key_lengths_B), key_BGSD.shape[3]
-    return SummedTokens(padding, tensors, _token_features, D, shifts=True, normalize=False)
-
-
 def _token_features(tokens: SummedTokens, before: Sums) -> Features:
     """Returns softmax_D(q) / Z, and e^(k - m), m the largest key of a channel up to each token.
 
@@ -294,6 +285,9 @@ def _token_features(tokens: SummedTokens, before: Sums) -> Features:
         tokens.query_BGKCD.softmax(-1) / total_BGCD[:, :, None],
         grown_XCD.unflatten(0, (-1, tokens.G)), fall_XCD, running[:, -1],
     )  # fmt: skip
+
+
+_tokens: Final = partial(SummedTokens.of, features=_token_features, shifts=True, normalize=False)
 
 
 def _fast_output(

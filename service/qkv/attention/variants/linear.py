@@ -190,7 +190,7 @@ def attend(
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
     if past is not None or "state" in outputs:
-        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, normalize)
+        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, normalize=normalize)
         found, weights = run_from(new, past, chunk, state), None
         if "weights" in outputs:
             weights = rows_behind(new, past, chunk)(slice(0, L)).to(score_dtype(dtype))
@@ -229,7 +229,7 @@ def weights(
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
     exact = score_dtype(query_BHLD.dtype)
     if past is not None:
-        new = _tokens(query_BHLD, key_BGSD, key_BGSD[..., :0], key_lengths_B, normalize)
+        new = _tokens(query_BHLD, key_BGSD, key_BGSD[..., :0], key_lengths_B, normalize=normalize)
         behind = rows_behind(new, past, chunk)
         return lambda rows: behind(rows).to(exact)
     features = _Features.of(query_BHLD, key_BGSD, padding_mask(S, key_lengths_B))
@@ -242,19 +242,6 @@ def weights(
     return row_block
 
 
-def _tokens(
-    query_BHSD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_lengths_B: Tensor | None,
-    normalize: bool,
-) -> SummedTokens:
-    """Returns the tokens of a request with a state."""
-    tensors = {"query": query_BHSD, "key": key_BGSD, "value": value_BGSE}
-    padding, D = padding_mask(key_BGSD.shape[2], key_lengths_B), key_BGSD.shape[3]
-    return SummedTokens(padding, tensors, _token_features, D, normalize=normalize)
-
-
 def _token_features(tokens: SummedTokens, _before: Sums) -> Features:
     """Returns phi of queries and keys."""
     query, key = (
@@ -262,6 +249,9 @@ def _token_features(tokens: SummedTokens, _before: Sums) -> Features:
         for x in (tokens.query_BGKCD, tokens.key_BGCD)
     )
     return Features(query, key, certain_BC1=_TINY)
+
+
+_tokens: Final = partial(SummedTokens.of, features=_token_features)
 
 
 def _least_product(query: Tensor, key: Tensor) -> Number | None:
@@ -461,7 +451,7 @@ def backward(
     arguments are those of `attend`, and `grad_state` as `gradients_from` takes it.
     """
     if past is not None or grad_state is not None:
-        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, normalize)
+        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, normalize=normalize)
         return gradients_from(new, past, grad_output_BHLE, grad_state, chunk)
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
     backward = partial(

@@ -248,15 +248,6 @@ def weights(
     return row_block
 
 
-def _tokens(
-    query_BHSD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, key_lengths_B: Tensor | None
-) -> SummedTokens:
-    """Returns the tokens of a request with a state."""
-    tensors = {"query": query_BHSD, "key": key_BGSD, "value": value_BGSE}
-    padding, D = padding_mask(key_BGSD.shape[2], key_lengths_B), key_BGSD.shape[3]
-    return SummedTokens(padding, tensors, _token_features, D + 1)
-
-
 def _token_features(tokens: SummedTokens, before: Sums) -> Features:
     """Returns (1, x') of queries and keys. The first sum before the tokens is their number."""
     query, key = (
@@ -267,6 +258,9 @@ def _token_features(tokens: SummedTokens, before: Sums) -> Features:
     row_C = torch.arange(1, key.shape[2] + 1, device=key.device)
     counts_BC1 = (count_B[:, None] + row_C)[..., None]
     return Features(query, key, certain_BC1=_CANCELLED * counts_BC1)
+
+
+_tokens: Final = partial(SummedTokens.of, features=_token_features, more=1)
 
 
 def _fast_output(
