@@ -20,10 +20,16 @@ SCREENSHOTS: Final = runpy.run_path(str(ROOT / "docs/screenshots.py"))
 PICTURES: Final = SCREENSHOTS["README_PICTURES"] | SCREENSHOTS["OTHER_PICTURES"]
 PREPARE: Final = SCREENSHOTS["prepare"]
 
+SECTIONS: Final = ("#gradients",)
+
 
 def unfold(page: Page) -> None:
-    """Opens every `details` element."""
+    """Opens every `details` element, and shows the sections that load when they are seen."""
     page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
+    for section in SECTIONS:
+        page.locator(section).scroll_into_view_if_needed()
+        expect(page.locator(f"{section} > details > div")).not_to_be_empty()
+        expect(page.locator(section)).not_to_have_attribute("aria-busy", "true")
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -4,12 +4,11 @@ import { get } from "./api.js";
 import { createCapturedPanel } from "./captured/captured_panel.js";
 import { createCheckpointPanel } from "./checkpoint/checkpoint_panel.js";
 import { createLoadedLayers } from "./checkpoint/loaded_layers.js";
-import { createComparePanel } from "./compare/compare_panel.js";
-import { createSweepPanel } from "./compare/sweep_panel.js";
-import { createDifferencePanel } from "./compare/weights_difference.js";
+import { createComparisons } from "./compare/comparisons.js";
 import { createRequestPanel } from "./copy/request_panel.js";
 import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
+import { createGradientsPanel } from "./gradients/gradients_panel.js";
 import { listenToTerms } from "./glossary.js";
 import { createExampleSelect } from "./inputs/example_select.js";
 import { EXAMPLES } from "./inputs/examples.js";
@@ -23,6 +22,7 @@ import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
 import { listenToSectionLinks } from "./link/section_links.js";
+import { showOpenSections } from "./open_sections.js";
 import { createState, NEW_TENSORS, NO_REQUEST, newExample, stateOfExample } from "./page_state.js";
 import * as summary from "./run_summary.js";
 import { listenToTheme } from "./theme.js";
@@ -59,18 +59,18 @@ const weightsPanel = createWeightsPanel(state, {
   onCall,
   announce,
 });
-const differencePanel = createDifferencePanel(findById("difference"), state, {
+const gradientsPanel = createGradientsPanel(state, {
+  onChange: pageHistory.record,
+  onCall,
+  onRequest: (request) => showRequest("gradients", request),
+  announce,
+});
+const comparisons = createComparisons(state, {
   onCall,
   onPoint: weightsPanel.showReadout,
-  onChoose: pageHistory.record,
-});
-const comparePanel = createComparePanel(findById("comparison"), state, {
-  onRequest: (body) => showRequest("comparison", { path: "/v1/compare", body }),
-  onChoose: pageHistory.record,
-});
-const sweepPanel = createSweepPanel(findById("sweep"), state, {
+  onChange: pageHistory.record,
+  onRequest: showRequest,
   announce,
-  onRequest: (body) => showRequest("sweep", { path: "/v1/sweep", body }),
 });
 const showExample = createExampleSelect({
   onExample: (example) => useExample(example),
@@ -176,6 +176,7 @@ function applyState() {
 function showState(fields, note, className) {
   checkpoint.close();
   Object.assign(state, fields);
+  showOpenSections(state);
   showOwn(note, className);
   applyState();
 }
@@ -196,6 +197,7 @@ function chooseVariant(name) {
 function expectRun() {
   view = null; // its numbers must not get the labels of the next
   weightsPanel.clear();
+  gradientsPanel.clear();
   runDebounced.cancel();
   running?.abort();
   running = new AbortController();
@@ -221,9 +223,7 @@ async function run() {
     showRequest("weights", { path: request.path, body: heatmapBody(request) });
     setText(findById("status"), summary.describeRun(view));
     draw();
-    differencePanel.update(view);
-    comparePanel.update(request);
-    sweepPanel.update();
+    comparisons.update(view);
     if (!newView.fetchStats) return;
     newView.stats = await newView.fetchStats();
     if (!signal.aborted) draw();
@@ -242,12 +242,13 @@ function draw() {
   if (!view) return;
   summary.showNotes(view, state);
   weightsPanel.draw(view);
+  gradientsPanel.draw(view);
 }
 
 /** Draws the maps for another head or other labels. */
 function redraw() {
   draw();
-  differencePanel.draw();
+  comparisons.draw();
   pageHistory.record();
 }
 
@@ -267,7 +268,8 @@ function listen() {
 
 function start() {
   listenToTheme(findById("theme"), () => {
-    for (const one of [...weightsPanel.heatmaps, differencePanel.map, captured]) one.repaint();
+    for (const one of [...weightsPanel.heatmaps, gradientsPanel, comparisons, captured])
+      one.repaint();
     draw();
   });
   const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important
@@ -289,7 +291,7 @@ async function loadCatalogue() {
     return showProblem(error);
   }
   findById("variant").append(...[...state.variants.keys()].map((name) => new Option(name)));
-  sweepPanel.update();
+  comparisons.start();
   pageHistory.start();
 }
 

@@ -8,11 +8,13 @@ import { fromWire, isObject, parseJson, toWire } from "../data/tensors.js";
 import { EXAMPLES } from "../inputs/examples.js";
 import { formatLabels, parseLabels } from "../inputs/labels.js";
 import { listRoles, UNUSED } from "../inputs/tensor_roles.js";
+import { SECTIONS } from "../open_sections.js";
 
 /** Longer values stay out of the fragment: mail and chat break long links. */
 const MAX_LENGTH = 4000;
 
 const PARAMETER = "parameters.";
+const OPEN_SECTIONS = new Map(SECTIONS.map((id) => [id, id]));
 
 /** True if a fragment holds a state, not the name of a section. */
 export const isLink = (fragment) => fragment.includes("=");
@@ -47,6 +49,8 @@ export function formatLink(state) {
   set("labels", formatLabels(state.labels));
   fields.set("row", selectedRow ?? "");
   if (state.head) fields.set("head", state.head);
+  if (state.entry) fields.set("entry", `${state.entry.row},${state.entry.col}`);
+  if (state.open.length) fields.set("open", state.open.join());
   if (state.usesRoot) fields.set("shades", "root");
   if (state.showsAllMetrics) fields.set("metrics", "all");
   if (state.excluded.length) fields.set("without", state.excluded.join());
@@ -92,6 +96,8 @@ export function parseLink(fragment, variants) {
   for (const name of ["dtype", "difference", "baseline"]) read(name, String);
   for (const name of ["pool", "head"]) read(name, parseCount);
   read("row", (text) => (text ? parseCount(text, "row") : null), "selectedRow");
+  read("entry", parseEntry);
+  read("open", (text) => text.split(",").map((id) => findOne(id, OPEN_SECTIONS, "open")));
   read("labels", parseLabels);
   read("shades", (text) => text === "root", "usesRoot");
   read("metrics", (text) => text === "all", "showsAllMetrics");
@@ -121,6 +127,12 @@ function parseField(text, name) {
 function parseCount(text, name) {
   if (/^\d{1,9}$/.test(text)) return Number(text);
   throw wrongField(name, text, "a whole number");
+}
+
+function parseEntry(text, name) {
+  if (!/^\d{1,9},\d{1,9}$/.test(text)) throw wrongField(name, text, "a row and a channel, as 0,1");
+  const [row, col] = text.split(",").map(Number);
+  return { row, col };
 }
 
 function parseLayer(text, name) {
