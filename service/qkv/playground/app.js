@@ -22,9 +22,9 @@ import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
 import { listenToSectionLinks } from "./link/section_links.js";
-import { showOpenSections } from "./open_sections.js";
 import { createState, NEW_TENSORS, NO_REQUEST, newExample, stateOfExample } from "./page_state.js";
 import * as summary from "./run_summary.js";
+import { createSections } from "./sections.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
 import { createWeightsPanel } from "./weights/weights_panel.js";
@@ -42,12 +42,13 @@ const showRequest = (purpose, request) =>
   updateRequestPanel(purpose, { ...request, files: inputFiles(state.tensors) });
 const pageHistory = createPageHistory(
   state,
-  (fragment, kept) => {
+  (fragment, kept, layout) => {
     const { fields, note, className } = openLink(fragment, kept, state.variants);
-    showState(fields, note, className);
+    showState({ ...fields, ...layout }, note, className);
   },
   (canUndo) => (findById("undo").disabled = !canUndo),
 );
+const sections = createSections(state, pageHistory.amend);
 const weightsPanel = createWeightsPanel(state, {
   onHead: (head) => {
     const labels = labelsOfSequence(head, state);
@@ -176,7 +177,7 @@ function applyState() {
 function showState(fields, note, className) {
   checkpoint.close();
   Object.assign(state, fields);
-  showOpenSections(state);
+  sections.update();
   showOwn(note, className);
   applyState();
 }
@@ -223,7 +224,7 @@ async function run() {
     showRequest("weights", { path: request.path, body: heatmapBody(request) });
     setText(findById("status"), summary.describeRun(view));
     draw();
-    comparisons.update(view);
+    sections.whenOpen("compare", () => comparisons.update(newView));
     if (!newView.fetchStats) return;
     newView.stats = await newView.fetchStats();
     if (!signal.aborted) draw();
@@ -242,7 +243,8 @@ function draw() {
   if (!view) return;
   summary.showNotes(view, state);
   weightsPanel.draw(view);
-  gradientsPanel.draw(view);
+  gradientsPanel.show(view);
+  sections.whenOpen("gradients", gradientsPanel.load);
 }
 
 /** Draws the maps for another head or other labels. */
@@ -276,7 +278,7 @@ function start() {
   for (const part of document.querySelectorAll("form > details")) part.open = !isNarrow;
   listen();
   listenToTerms();
-  listenToSectionLinks();
+  listenToSectionLinks(sections.open);
   listenToCopyLink(pageHistory.createLink);
   loadCatalogue();
 }
