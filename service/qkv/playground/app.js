@@ -14,11 +14,12 @@ import { listenToTerms } from "./glossary.js";
 import { createExampleSelect } from "./inputs/example_select.js";
 import { EXAMPLES } from "./inputs/examples.js";
 import { formatLabels, labelsOfSequence, parseLabels } from "./inputs/labels.js";
-import { createControls, showCausalNote } from "./inputs/parameter_form.js";
 import { applyRequest } from "./inputs/pasted_request.js";
 import { inputFiles, missingInputs } from "./inputs/request_inputs.js";
 import { createTensorList } from "./inputs/tensor_list.js";
 import { keptLayer } from "./inputs/tensor_queue.js";
+import { createVariantForm } from "./inputs/variant_form.js";
+import { createLessonPanel } from "./lessons/lesson_panel.js";
 import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
@@ -42,10 +43,7 @@ const showRequest = (purpose, request) =>
   updateRequestPanel(purpose, { ...request, files: inputFiles(state.tensors) });
 const pageHistory = createPageHistory(
   state,
-  (fragment, kept) => {
-    const { fields, note, className } = openLink(fragment, kept, state.variants);
-    showState(fields, note, className);
-  },
+  (fragment, kept) => showLink(fragment, kept),
   (canUndo) => (findById("undo").disabled = !canUndo),
 );
 const weightsPanel = createWeightsPanel(state, {
@@ -72,6 +70,15 @@ const sweepPanel = createSweepPanel(findById("sweep"), state, {
   announce,
   onRequest: (body) => showRequest("sweep", { path: "/v1/sweep", body }),
 });
+const lessonPanel = createLessonPanel({
+  onStop: (lesson) => {
+    if (lesson) return showLink(`lesson=${lesson.id}&stop=${lesson.stop}`, null);
+    state.lesson = null;
+    lessonPanel.show(null);
+    pageHistory.record();
+  },
+  onMeasure: sweepPanel.measure,
+});
 const showExample = createExampleSelect({
   onExample: (example) => useExample(example),
   onOwn: (onCancel) => tensorList.openPaste(onCancel),
@@ -82,6 +89,7 @@ const runSoon = () => {
   runDebounced();
   pageHistory.record();
 };
+const showVariant = createVariantForm(state, () => runSoon());
 const tensorList = createTensorList(state, {
   onAdd: (tensors, { isAdded, request, labels }) => {
     if (request) checkpoint.close();
@@ -154,20 +162,7 @@ function leaveExample() {
 /** Updates the controls to the state, then runs. */
 function applyState() {
   runSoon();
-  const { variant } = state;
-  findById("variant").value = variant.variant;
-  setText(findById("variant-about"), variant.summary);
-  setText(findById("formula"), variant.formula);
-  const updateNote = () => {
-    if (!missingInputs(state).length) showCausalNote(buildRequest(state), state.parameters);
-  };
-  findById("parameters").replaceChildren(
-    createControls(variant.parameters.properties, state.parameters, () => {
-      updateNote();
-      runSoon();
-    }),
-  );
-  updateNote();
+  showVariant();
   tensorList.show();
   loadedLayers.show(state.layer);
 }
@@ -178,6 +173,13 @@ function showState(fields, note, className) {
   Object.assign(state, fields);
   showOwn(note, className);
   applyState();
+}
+
+/** Shows the state of a fragment. */
+function showLink(fragment, kept) {
+  const { fields, note, className } = openLink(fragment, kept, state.variants);
+  showState(fields, note, className);
+  lessonPanel.show(state.lesson);
 }
 
 const useExample = (example) => showState(stateOfExample(example, state.variants), example.about);
@@ -224,6 +226,7 @@ async function run() {
     differencePanel.update(view);
     comparePanel.update(request);
     sweepPanel.update();
+    lessonPanel.arrive();
     if (!newView.fetchStats) return;
     newView.stats = await newView.fetchStats();
     if (!signal.aborted) draw();
