@@ -49,8 +49,8 @@ def mask_steps(symbol: str) -> tuple[Step, Step]:
     """Returns the steps from scores to masked scores; `symbol` is that of the masked ones."""
     return (
         Step(
-            "biased", "B H L S", None, "The scores so far, plus the head's slope times the position "
-            "of the key minus that of the query.", rows="L", needs=("alibi_slopes",),
+            "biased", "B H L S", None, "The scores so far, plus the slope of the head times the "
+            "position of the key minus that of the query.", rows="L", needs=("alibi_slopes",),
         ),
         Step(
             "masked", "B H L S", symbol, "The scores so far, plus the mask; -inf where the query "
