@@ -15,7 +15,7 @@ export const attention = {
       state: { example: "words", row: 2 },
       section: "weights",
       look: "#row table",
-      text: "A word is a list of three numbers here (press Edit beside “words” to see all six), and words with similar lists take much from each other. “journey” and “starts” have nearly the same list, so “starts” takes 0.2369 from “journey” and 0.2326 from itself.",
+      text: "A word is a list of three numbers here (press Edit under Tensors to see them), and words with similar lists take much from each other. “journey” and “starts” have nearly the same list, so “starts” takes 0.2369 from “journey” and 0.2326 from itself.",
     },
     {
       state: { example: "words", "parameters.scale": 8, row: 1 },

@@ -35,7 +35,7 @@ export const causal = {
       state: { ...CAUSAL, "parameters.scale": 1, difference: "mean", row: 3 },
       section: "compare",
       look: "#difference .beside",
-      text: "With a scale of 1 the words choose again, and this map shows what the choice changes: blue where softmax gives more than the average does, orange where it gives less. The largest change is in the row of “journey”, where 0.132 of the weight goes to another word.",
+      text: "With a scale of 1 the words choose again, and this map shows what the choice changes: blue where softmax gives more than the average does, orange where it gives less. The largest change is in the row of “journey”, where 0.132 of the weight moves from “Your” to “journey” itself.",
     },
     {
       state: { ...CAUSAL, "parameters.scale": 1, "parameters.window": "[1,0]", row: 5 },

@@ -22,13 +22,13 @@ export const linear = {
         width: 64,
         repeats: 3,
       },
-      text: "This service has just measured one call at each length: every step to the right is a text twice as long. The time of softmax climbs ever more steeply, while that of linear attention grows no faster than the text, and this is why it is called linear.",
+      text: "The service measures one call at each length, and every step to the right is a text twice as long. The time of softmax climbs ever more steeply, while that of linear attention grows no faster than the text, and this is why it is called linear.",
     },
     {
       state: { example: "words", variant: "linear", row: 1 },
       section: "weights",
       look: ".formula",
-      text: "Softmax takes an exponential of each query times each key; linear attention passes queries and keys through a function phi first and then only multiplies, as the formula says. The weights stay positive and still add up to 100 %, but they no longer need each pair on its own.",
+      text: "Softmax takes an exponential of each query times each key; linear attention passes queries and keys through a function phi first and then only multiplies, as the formula says. The weights are still positive and add up to 100 %, but each of them is now a plain product of a list for the query and a list for the key.",
     },
     {
       state: { example: "words", variant: "linear", row: 1 },
@@ -46,7 +46,7 @@ export const linear = {
       state: { example: "induction", difference: "linear", row: 10 },
       section: "compare",
       look: "#difference .beside",
-      text: "The difference map shows it for all words: softmax has the few dark blue cells, and linear attention a thin layer over everything else. On average, 0.583 of the weight of a row goes to other words, so a model must be trained with linear attention and cannot simply be switched.",
+      text: "The difference map shows it for all words: softmax has the few dark blue cells, and linear attention a thin layer over everything else. On average, 0.583 of the weight of a row goes to other words, so a model must be trained with linear attention and cannot simply be switched to it.",
     },
   ],
 };
