@@ -42,10 +42,6 @@ def test_last_step_is_the_output(variant: Variant, data: st.DataObject) -> None:
     tensors = {n: x for n, x in call.items() if n in arguments}
     parameters = {n: x for n, x in call.items() if n not in arguments}
     found = variant.compute_steps(**wide(variant, call))
-    given = [i.name for i in variant.inputs.values() if i.argument in call]
-    known = variant.parameters.model_construct(**parameters)
-    names = variant.group_names(known, given)["steps"]
-    assert found.keys() >= {*names}
     truth = variant.reference(**call)
     bounds = bounds_of(variant.name, with_padding(variant.name, tensors, 0.0), parameters, truth)
     output = variant.attend(**call, outputs=OUTPUT).output

@@ -381,8 +381,9 @@ def steps(
     decay, beta = key.new_ones(B, T, S, 1), key.new_zeros(B, T, S)
     if log_decay_BTSZ is not None and rule in _USED_BY["log_decay"]:
         found["decay"] = decay = zero_padding(log_decay_BTSZ, key_lengths_B).exp()
-    if beta_BTS is not None and rule in _USED_BY["beta"]:
-        beta = zero_padding(beta_BTS[..., None], key_lengths_B)[..., 0]
+    if rule in _USED_BY["beta"]:
+        beta = torch.ones_like(beta) if beta_BTS is None else beta_BTS
+        beta = zero_padding(beta[..., None], key_lengths_B)[..., 0]
         value = beta[..., None] * value
     state, tokens = key.new_zeros(B, T, D, E), []
     for t in range(S):
