@@ -61,7 +61,7 @@ def test_gradients_are_those_of_the_client_and_near_finite_differences(
     assert path not in opened.requests  # a folded section sends nothing
     page.get_by_role("button", name="Gradients", exact=True).click()
     with Client(server.url) as client:
-        arguments = {"query": WORDS, "key": WORDS, "value": WORDS, "scale": 1.0}
+        arguments: dict[str, Any] = {"query": WORDS, "key": WORDS, "value": WORDS, "scale": 1.0}
         for row, col in ((5, 0), (4, 1)):
             expect(page.locator("#entry-row")).to_have_value(str(row))
             table = read_table(page)
