@@ -25,6 +25,7 @@ import { createPageHistory } from "./link/page_history.js";
 import { listenToSectionLinks } from "./link/section_links.js";
 import { createState, NEW_TENSORS, NO_REQUEST, newExample, stateOfExample } from "./page_state.js";
 import * as summary from "./run_summary.js";
+import { createSections } from "./sections.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
 import { createWeightsPanel } from "./weights/weights_panel.js";
@@ -42,12 +43,13 @@ const showRequest = (purpose, request) =>
   updateRequestPanel(purpose, { ...request, files: inputFiles(state.tensors) });
 const pageHistory = createPageHistory(
   state,
-  (fragment, kept) => {
+  (fragment, kept, layout) => {
     const { fields, note, className } = openLink(fragment, kept, state.variants);
-    showState(fields, note, className);
+    showState({ ...fields, ...layout }, note, className);
   },
   (canUndo) => (findById("undo").disabled = !canUndo),
 );
+const sections = createSections(state, pageHistory.amend);
 const weightsPanel = createWeightsPanel(state, {
   onHead: (head) => {
     const labels = labelsOfSequence(head, state);
@@ -176,6 +178,7 @@ function applyState() {
 function showState(fields, note, className) {
   checkpoint.close();
   Object.assign(state, fields);
+  sections.update();
   showOwn(note, className);
   applyState();
 }
@@ -221,9 +224,10 @@ async function run() {
     showRequest("weights", { path: request.path, body: heatmapBody(request) });
     setText(findById("status"), summary.describeRun(view));
     draw();
-    differencePanel.update(view);
-    comparePanel.update(request);
-    sweepPanel.update();
+    sections.whenOpen("compare", () => {
+      differencePanel.update(newView);
+      comparePanel.update(request);
+    });
     if (!newView.fetchStats) return;
     newView.stats = await newView.fetchStats();
     if (!signal.aborted) draw();
@@ -274,7 +278,7 @@ function start() {
   for (const part of document.querySelectorAll("form > details")) part.open = !isNarrow;
   listen();
   listenToTerms();
-  listenToSectionLinks();
+  listenToSectionLinks(sections.open);
   listenToCopyLink(pageHistory.createLink);
   loadCatalogue();
 }

@@ -50,6 +50,8 @@ export function formatLink(state) {
   if (state.usesRoot) fields.set("shades", "root");
   if (state.showsAllMetrics) fields.set("metrics", "all");
   if (state.excluded.length) fields.set("without", state.excluded.join());
+  if (state.open.length) fields.set("open", state.open.join());
+  if (state.closed.length) fields.set("closed", state.closed.join());
   if (leftOut.length) fields.set("left_out", leftOut.join());
   return { fragment: fields.toString(), leftOut };
 }
@@ -96,6 +98,7 @@ export function parseLink(fragment, variants) {
   read("shades", (text) => text === "root", "usesRoot");
   read("metrics", (text) => text === "all", "showsAllMetrics");
   read("without", (text) => text.split(","), "excluded");
+  for (const name of ["open", "closed"]) read(name, (text) => text.split(","));
   const examples = new Map(EXAMPLES.map((example) => [example.id, example]));
   const example = given.get("example");
   return {
