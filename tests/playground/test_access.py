@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from support.accessibility import THEMES, WIDTHS, overflow, problems
-from support.browser import Open, choose_example, paste, wait_until_drawn
+from support.browser import Open, choose_example, paste, unfold_sections, wait_until_drawn
 from support.paths import ROOT
 from support.service import Server
 
@@ -22,7 +22,8 @@ PREPARE: Final = SCREENSHOTS["prepare"]
 
 
 def unfold(page: Page) -> None:
-    """Opens every `details` element."""
+    """Opens every section and every `details` element."""
+    unfold_sections(page)
     page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
 
 
@@ -34,6 +35,7 @@ def test_page_has_no_axe_violation_and_no_overflow(
     opened = open_page(server.url, width=width, height=WIDTHS[width], theme=theme)
     opened.expect_status(422)
     page = wait_until_drawn(opened)
+    unfold_sections(page)
     expect(page.get_by_role("region", name="Comparison").get_by_role("table")).to_be_visible()
     assert problems(page) == []
     unfold(page)

@@ -26,6 +26,7 @@ import { createPageHistory } from "./link/page_history.js";
 import { listenToSectionLinks } from "./link/section_links.js";
 import { createState, NEW_TENSORS, NO_REQUEST, newExample, stateOfExample } from "./page_state.js";
 import * as summary from "./run_summary.js";
+import { createSections } from "./sections.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
 import { createWeightsPanel } from "./weights/weights_panel.js";
@@ -43,9 +44,10 @@ const showRequest = (purpose, request) =>
   updateRequestPanel(purpose, { ...request, files: inputFiles(state.tensors) });
 const pageHistory = createPageHistory(
   state,
-  (fragment, kept) => showLink(fragment, kept),
+  (fragment, kept, layout) => showLink(fragment, kept, layout),
   (canUndo) => (findById("undo").disabled = !canUndo),
 );
+const sections = createSections(state, pageHistory.amend);
 const weightsPanel = createWeightsPanel(state, {
   onHead: (head) => {
     const labels = labelsOfSequence(head, state);
@@ -70,13 +72,9 @@ const sweepPanel = createSweepPanel(findById("sweep"), state, {
   announce,
   onRequest: (body) => showRequest("sweep", { path: "/v1/sweep", body }),
 });
-const lessonPanel = createLessonPanel({
-  onStop: (lesson) => {
-    if (lesson) return showLink(`lesson=${lesson.id}&stop=${lesson.stop}`, null);
-    state.lesson = null;
-    lessonPanel.show(null);
-    pageHistory.record();
-  },
+const lessonPanel = createLessonPanel(state, {
+  onStop: (fragment) => showLink(fragment, null),
+  onClose: pageHistory.record,
   onMeasure: sweepPanel.measure,
 });
 const showExample = createExampleSelect({
@@ -171,14 +169,15 @@ function applyState() {
 function showState(fields, note, className) {
   checkpoint.close();
   Object.assign(state, fields);
+  sections.update();
   showOwn(note, className);
   applyState();
 }
 
-/** Shows the state of a fragment. */
-function showLink(fragment, kept) {
+/** Shows the state of a fragment; of a stop of a lesson with the layout that the stop needs. */
+function showLink(fragment, kept, layout) {
   const { fields, note, className } = openLink(fragment, kept, state.variants);
-  showState(fields, note, className);
+  showState(fields.lesson ? fields : { ...fields, ...layout }, note, className);
   lessonPanel.show(state.lesson);
 }
 
@@ -223,9 +222,10 @@ async function run() {
     showRequest("weights", { path: request.path, body: heatmapBody(request) });
     setText(findById("status"), summary.describeRun(view));
     draw();
-    differencePanel.update(view);
-    comparePanel.update(request);
-    sweepPanel.update();
+    sections.whenOpen("compare", () => {
+      differencePanel.update(newView);
+      comparePanel.update(request);
+    });
     lessonPanel.arrive();
     if (!newView.fetchStats) return;
     newView.stats = await newView.fetchStats();
@@ -277,7 +277,7 @@ function start() {
   for (const part of document.querySelectorAll("form > details")) part.open = !isNarrow;
   listen();
   listenToTerms();
-  listenToSectionLinks();
+  listenToSectionLinks(sections.open);
   listenToCopyLink(pageHistory.createLink);
   loadCatalogue();
 }

@@ -61,6 +61,8 @@ export function formatFields(state) {
   if (state.usesRoot) fields.set("shades", "root");
   if (state.showsAllMetrics) fields.set("metrics", "all");
   if (state.excluded.length) fields.set("without", state.excluded.join());
+  if (state.open.length) fields.set("open", state.open.join());
+  if (state.closed.length) fields.set("closed", state.closed.join());
   if (leftOut.length) fields.set("left_out", leftOut.join());
   return { fragment: fields.toString(), leftOut };
 }
@@ -108,6 +110,7 @@ export function parseLink(fragment, variants) {
   read("metrics", (text) => text === "all", "showsAllMetrics");
   read("without", (text) => text.split(","), "excluded");
   read("lesson", (id) => ({ id, stop: Number(given.get("stop")), fragment: null }));
+  for (const name of ["open", "closed"]) read(name, (text) => text.split(","));
   const examples = new Map(EXAMPLES.map((example) => [example.id, example]));
   const example = given.get("example");
   return {
@@ -126,7 +129,7 @@ function withStop(given) {
   const stop = findStop({ id, stop: parseCount(given.get("stop"), "stop") });
   if (!stop) throw wrongField("stop", given.get("stop"), "a stop of the lesson, counted from 1");
   if (given.has("variant")) return given;
-  for (const [name, value] of new URLSearchParams(stop.state)) {
+  for (const [name, value] of Object.entries({ ...stop.state, open: stop.section })) {
     if (!given.has(name)) given.set(name, value);
   }
   return given;
