@@ -4,12 +4,11 @@ import { get } from "./api.js";
 import { createCapturedPanel } from "./captured/captured_panel.js";
 import { createCheckpointPanel } from "./checkpoint/checkpoint_panel.js";
 import { createLoadedLayers } from "./checkpoint/loaded_layers.js";
-import { createComparePanel } from "./compare/compare_panel.js";
-import { createSweepPanel } from "./compare/sweep_panel.js";
-import { createDifferencePanel } from "./compare/weights_difference.js";
+import { createComparisons } from "./compare/comparisons.js";
 import { createRequestPanel } from "./copy/request_panel.js";
 import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
+import { createGradientsPanel } from "./gradients/gradients_panel.js";
 import { listenToTerms } from "./glossary.js";
 import { createExampleSelect } from "./inputs/example_select.js";
 import { EXAMPLES } from "./inputs/examples.js";
@@ -59,23 +58,23 @@ const weightsPanel = createWeightsPanel(state, {
   onCall,
   announce,
 });
-const differencePanel = createDifferencePanel(findById("difference"), state, {
+const gradientsPanel = createGradientsPanel(state, {
+  onChange: pageHistory.record,
+  onCall,
+  onRequest: (request) => showRequest("gradients", request),
+  announce,
+});
+const comparisons = createComparisons(state, {
   onCall,
   onPoint: weightsPanel.showReadout,
-  onChoose: pageHistory.record,
-});
-const comparePanel = createComparePanel(findById("comparison"), state, {
-  onRequest: (body) => showRequest("comparison", { path: "/v1/compare", body }),
-  onChoose: pageHistory.record,
-});
-const sweepPanel = createSweepPanel(findById("sweep"), state, {
+  onChange: pageHistory.record,
+  onRequest: showRequest,
   announce,
-  onRequest: (body) => showRequest("sweep", { path: "/v1/sweep", body }),
 });
 const lessonPanel = createLessonPanel(state, {
   onStop: (fragment) => showLink(fragment, null),
   onClose: pageHistory.record,
-  onMeasure: sweepPanel.measure,
+  onMeasure: comparisons.measure,
 });
 const showExample = createExampleSelect({
   onExample: (example) => useExample(example),
@@ -174,10 +173,10 @@ function showState(fields, note, className) {
   applyState();
 }
 
-/** Shows the state of a fragment; of a stop of a lesson with the layout that the stop needs. */
+/** Shows the state of a fragment, in the layout that the page has; a lesson brings its own. */
 function showLink(fragment, kept, layout) {
   const { fields, note, className } = openLink(fragment, kept, state.variants);
-  showState(fields.lesson ? fields : { ...fields, ...layout }, note, className);
+  showState({ ...fields, ...(!fields.lesson && layout) }, note, className);
   lessonPanel.show(state.lesson);
 }
 
@@ -197,6 +196,7 @@ function chooseVariant(name) {
 function expectRun() {
   view = null; // its numbers must not get the labels of the next
   weightsPanel.clear();
+  gradientsPanel.clear();
   runDebounced.cancel();
   running?.abort();
   running = new AbortController();
@@ -222,10 +222,7 @@ async function run() {
     showRequest("weights", { path: request.path, body: heatmapBody(request) });
     setText(findById("status"), summary.describeRun(view));
     draw();
-    sections.whenOpen("compare", () => {
-      differencePanel.update(newView);
-      comparePanel.update(request);
-    });
+    sections.whenOpen("compare", () => comparisons.update(newView));
     lessonPanel.arrive();
     if (!newView.fetchStats) return;
     newView.stats = await newView.fetchStats();
@@ -245,12 +242,14 @@ function draw() {
   if (!view) return;
   summary.showNotes(view, state);
   weightsPanel.draw(view);
+  gradientsPanel.show(view);
+  sections.whenOpen("gradients", gradientsPanel.load);
 }
 
 /** Draws the maps for another head or other labels. */
 function redraw() {
   draw();
-  differencePanel.draw();
+  comparisons.draw();
   pageHistory.record();
 }
 
@@ -270,7 +269,8 @@ function listen() {
 
 function start() {
   listenToTheme(findById("theme"), () => {
-    for (const one of [...weightsPanel.heatmaps, differencePanel.map, captured]) one.repaint();
+    for (const one of [...weightsPanel.heatmaps, gradientsPanel, comparisons, captured])
+      one.repaint();
     draw();
   });
   const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important
@@ -292,7 +292,7 @@ async function loadCatalogue() {
     return showProblem(error);
   }
   findById("variant").append(...[...state.variants.keys()].map((name) => new Option(name)));
-  sweepPanel.update();
+  comparisons.start();
   pageHistory.start();
 }
 

@@ -28,8 +28,8 @@ export function openLink(fragment, kept, variants) {
   const isOwn = isOfUser(link);
   const example = isOwn ? null : findExample(link, variants);
   const rest = kept && isOwn ? kept : kept && leftOut.includes("labels") ? pickLabels(kept) : {};
-  const addressed = fragment && !isLink(fragment) ? { open: [fragment] } : {};
-  const fields = { ...createFields(link, example, variants), ...addressed, ...rest };
+  const fields = { ...createFields(link, example, variants), ...rest };
+  if (fragment && !isLink(fragment)) fields.open = [fragment];
   if (fields.lesson) fields.lesson.fragment = formatStop(fields.lesson, variants);
   if (!kept && leftOut.length) {
     const what = describeLeftOut(leftOut);

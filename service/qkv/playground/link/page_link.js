@@ -58,6 +58,7 @@ export function formatFields(state) {
   set("labels", formatLabels(state.labels));
   fields.set("row", selectedRow ?? "");
   if (state.head) fields.set("head", state.head);
+  if (state.entry) fields.set("entry", `${state.entry.row},${state.entry.col}`);
   if (state.usesRoot) fields.set("shades", "root");
   if (state.showsAllMetrics) fields.set("metrics", "all");
   if (state.excluded.length) fields.set("without", state.excluded.join());
@@ -105,12 +106,13 @@ export function parseLink(fragment, variants) {
   for (const name of ["dtype", "difference", "baseline"]) read(name, String);
   for (const name of ["pool", "head"]) read(name, parseCount);
   read("row", (text) => (text ? parseCount(text, "row") : null), "selectedRow");
+  read("entry", parseEntry);
   read("labels", parseLabels);
   read("shades", (text) => text === "root", "usesRoot");
   read("metrics", (text) => text === "all", "showsAllMetrics");
   read("without", (text) => text.split(","), "excluded");
-  read("lesson", (id) => ({ id, stop: Number(given.get("stop")), fragment: null }));
   for (const name of ["open", "closed"]) read(name, (text) => text.split(","));
+  read("lesson", (id) => ({ id, stop: Number(given.get("stop")), fragment: null }));
   const examples = new Map(EXAMPLES.map((example) => [example.id, example]));
   const example = given.get("example");
   return {
@@ -129,7 +131,7 @@ function withStop(given) {
   const stop = findStop({ id, stop: parseCount(given.get("stop"), "stop") });
   if (!stop) throw wrongField("stop", given.get("stop"), "a stop of the lesson, counted from 1");
   if (given.has("variant")) return given;
-  for (const [name, value] of Object.entries({ ...stop.state, open: stop.section })) {
+  for (const [name, value] of new URLSearchParams({ ...stop.state, open: stop.section })) {
     if (!given.has(name)) given.set(name, value);
   }
   return given;
@@ -151,6 +153,12 @@ function parseField(text, name) {
 function parseCount(text, name) {
   if (/^\d{1,9}$/.test(text)) return Number(text);
   throw wrongField(name, text, "a whole number");
+}
+
+function parseEntry(text, name) {
+  if (!/^\d{1,9},\d{1,9}$/.test(text)) throw wrongField(name, text, "a row and a channel, as 0,1");
+  const [row, col] = text.split(",").map(Number);
+  return { row, col };
 }
 
 function parseLayer(text, name) {

@@ -88,6 +88,8 @@ export class Heatmap {
    *   rowName, colName: (index) => name of a row or column in a sentence
    *   rowAxis, colAxis: axis titles, or null
    *   rowBars, colBars: {values, label, max}, or null
+   *   decimals: of the numbers in cells, 2 if undefined
+   *   chosen: {row, col} of a cell with an outline, or undefined
    *   scaleNumbers: the numbers that set the colour scale, if other maps share it
    */
   show(matrix) {

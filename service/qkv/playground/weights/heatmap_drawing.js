@@ -96,7 +96,9 @@ function drawLines(context, { rows, cols }, layout, { card, line }) {
 /** Draws the numbers of cells with enough room. */
 function drawNumbers(context, { matrix, shades, isSmall }, layout) {
   const { left, top, cellWidth, cellHeight } = layout;
-  const [size, least] = isSmall ? [11, 27] : [13, 40];
+  const { decimals = 2 } = matrix;
+  const [size, room] = isSmall ? [11, 27] : [13, 40];
+  const least = room + 5 * (decimals - 2);
   if (cellWidth < least || cellHeight < 1.5 * size) return;
   context.font = `${size}px ${SANS}`;
   context.textAlign = "center";
@@ -107,7 +109,7 @@ function drawNumbers(context, { matrix, shades, isSmall }, layout) {
     context.fillStyle = isLight(colour) ? "#0b111a" : "#ffffff";
     const [row, col] = [Math.floor(at / matrix.cols), at % matrix.cols];
     context.fillText(
-      formatCell(value),
+      formatCell(value, decimals),
       left + (col + 0.5) * cellWidth,
       top + (row + 0.5) * cellHeight,
     );
@@ -126,9 +128,16 @@ function drawMissing(context, matrix, { left, top, cellWidth, cellHeight }, { mu
   });
 }
 
-/** Draws the outline of the pinned row and the cross of the cursor. */
+/** Draws the outlines of the pinned row and of the chosen cell, and the cross of the cursor. */
 function drawMarks(context, { matrix, cursor, selectedRow }, layout, { ink, accent }) {
   const { left, top, width, height, cellWidth, cellHeight } = layout;
+  if (matrix.chosen) {
+    const { row, col } = matrix.chosen;
+    const [x, y] = [left + col * cellWidth, top + row * cellHeight];
+    context.strokeStyle = accent;
+    context.lineWidth = 3;
+    context.strokeRect(x - 1, y - 1, Math.max(cellWidth, 2) + 2, Math.max(cellHeight, 2) + 2);
+  }
   if (selectedRow !== null && selectedRow < matrix.rows) {
     context.strokeStyle = accent;
     context.lineWidth = 2;
@@ -153,7 +162,7 @@ function drawMarks(context, { matrix, cursor, selectedRow }, layout, { ink, acce
   context.lineWidth = 1;
 }
 
-const formatCell = (value) => {
-  const text = formatFixed(value, Math.abs(value) >= 10 ? 1 : 2);
-  return /^−?0\.00$/.test(text) ? "·" : text.replace(/^(−?)0\./, "$1.");
+const formatCell = (value, decimals) => {
+  const text = formatFixed(value, Math.abs(value) >= 10 ? 1 : decimals);
+  return /^−?0\.0+$/.test(text) ? "·" : text.replace(/^(−?)0\./, "$1.");
 };
