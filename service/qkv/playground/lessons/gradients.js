@@ -11,7 +11,7 @@ export const gradients = {
       state: { ...JOURNEY },
       section: "gradients",
       look: ".gradient-entry",
-      text: "Take one number of the output, channel 0 of “journey”, which is 0.4419, and ask how much it changes if you change a number of the input a little: that is the gradient. For the values it is the row of weights, because the output is their average: 0.2379 for its own value and 0.1082 for that of “one”.",
+      text: "Take one number of the output, the one of “journey” in channel 0, which is 0.4419, and ask how much it changes if you change a number of the input a little: that is the gradient. For the values it is the row of weights, because the output is their average: 0.2379 for its own value and 0.1082 for that of “one”.",
     },
     {
       state: { ...JOURNEY },
@@ -23,7 +23,7 @@ export const gradients = {
       state: { ...JOURNEY },
       section: "gradients",
       look: ".gradient-maps",
-      text: "A key moves the output only through the weights: if its weight grows, the other weights shrink, because they share 100 %. So the sign says on which side of the output its value is: “one” has 0.77 in channel 0, above 0.4419, and its key has positive gradients; “step” has 0.05, and its key has negative ones.",
+      text: "A key moves the output only through the weights: if its weight grows, the other weights shrink, because they share 100 %. The numbers of “journey” are positive, so the sign of the gradient says on which side of the output a value is: “one” has 0.77 in channel 0, above 0.4419, and its key has positive gradients; “step” has 0.05, and its key has negative ones.",
     },
     {
       state: { ...JOURNEY, "parameters.causal": true, "parameters.scale": 1 },
