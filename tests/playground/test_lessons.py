@@ -61,7 +61,7 @@ def test_each_stop_shows_its_section_and_every_number_of_its_text(
         panel.locator(".primary").click()  # Next, Next lesson, and Close at the end
     expect(panel).to_be_hidden()
     expect(page.get_by_role("link", name=lesson["title"])).to_be_focused()
-    assert "lesson" not in urlsplit(page.url).fragment
+    page.wait_for_function("() => !location.hash.includes('lesson')")
 
 
 def test_lesson_is_followed_by_keys_links_and_history(open_page: Open, server: Server) -> None:
