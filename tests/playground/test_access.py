@@ -20,7 +20,7 @@ SCREENSHOTS: Final = runpy.run_path(str(ROOT / "docs/screenshots.py"))
 PICTURES: Final = SCREENSHOTS["README_PICTURES"] | SCREENSHOTS["OTHER_PICTURES"]
 PREPARE: Final = SCREENSHOTS["prepare"]
 
-SECTIONS: Final = ("#gradients",)
+SECTIONS: Final = ("#steps", "#gradients")
 
 
 def unfold(page: Page) -> None:

@@ -6,9 +6,9 @@ import { createCheckpointPanel } from "./checkpoint/checkpoint_panel.js";
 import { createLoadedLayers } from "./checkpoint/loaded_layers.js";
 import { createComparisons } from "./compare/comparisons.js";
 import { createRequestPanel } from "./copy/request_panel.js";
+import { createDetailSections } from "./detail_sections.js";
 import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
-import { createGradientsPanel } from "./gradients/gradients_panel.js";
 import { listenToTerms } from "./glossary.js";
 import { createExampleSelect } from "./inputs/example_select.js";
 import { EXAMPLES } from "./inputs/examples.js";
@@ -55,14 +55,16 @@ const weightsPanel = createWeightsPanel(state, {
     Object.assign(state, { head, labels });
     redraw();
   },
+  onRow: (row) => details.follow(row),
   onChange: pageHistory.record,
   onCall,
   announce,
 });
-const gradientsPanel = createGradientsPanel(state, {
+const details = createDetailSections(state, {
+  onRow: weightsPanel.selectRow,
   onChange: pageHistory.record,
   onCall,
-  onRequest: (request) => showRequest("gradients", request),
+  onRequest: showRequest,
   announce,
 });
 const comparisons = createComparisons(state, {
@@ -197,7 +199,7 @@ function chooseVariant(name) {
 function expectRun() {
   view = null; // its numbers must not get the labels of the next
   weightsPanel.clear();
-  gradientsPanel.clear();
+  details.clear();
   runDebounced.cancel();
   running?.abort();
   running = new AbortController();
@@ -242,7 +244,7 @@ function draw() {
   if (!view) return;
   summary.showNotes(view, state);
   weightsPanel.draw(view);
-  gradientsPanel.draw(view);
+  details.draw(view);
 }
 
 /** Draws the maps for another head or other labels. */
@@ -268,8 +270,7 @@ function listen() {
 
 function start() {
   listenToTheme(findById("theme"), () => {
-    for (const one of [...weightsPanel.heatmaps, gradientsPanel, comparisons, captured])
-      one.repaint();
+    for (const one of [...weightsPanel.heatmaps, details, comparisons, captured]) one.repaint();
     draw();
   });
   const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important

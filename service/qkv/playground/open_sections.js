@@ -4,7 +4,7 @@
 import { findById } from "./dom.js";
 
 /** The ids of these sections. Each has a `details` element. */
-export const SECTIONS = ["gradients"];
+export const SECTIONS = ["steps", "gradients"];
 
 const IN_VIEW = { rootMargin: "200px" }; // so near the window, the user sees it next
 
