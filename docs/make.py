@@ -66,11 +66,14 @@ def _page(variants: list[Variant]) -> Iterator[str]:
     """Yields the parts of docs/variants.md."""
     yield "# The variants\n"
     yield (
-        "Read this page to choose a variant. `make docs` generates it from the files in "
-        "`service/qkv/attention/variants`.\n"
+        "This page describes every variant of attention that the service has: its formula, cost, "
+        "inputs, outputs and parameters, and what it does not accept, each with the reason. For "
+        "choosing one, [speed](speed.md) and [accuracy](accuracy.md) have measured figures. "
+        "`make docs` writes the page from the files in `service/qkv/attention/variants`.\n"
     )
     yield (
-        "The pictures show every variant for the same input, with default parameters. "
+        "The pictures show the weights of every variant for the same input, with default "
+        "parameters. "
         f"{variant_pictures.INPUT} {variant_pictures.COLOURS} "
         "`GET /v1/variants/{variant}/picture` returns the same picture.\n"
     )

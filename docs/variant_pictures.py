@@ -37,14 +37,14 @@ TOKENS: Final = "abcdefbcdgHibcdj"
 """A token for each position: b c d occurs three times; H is three times as large as the others."""
 
 INPUT: Final = (
-    f"The input is one head over the {len(TOKENS)} tokens {' '.join(TOKENS)}. They are query, key "
-    "and value, or the rows of x. Half of a token's numbers encode its position, half its letter. "
+    f"The input is one head over the {len(TOKENS)} tokens {' '.join(TOKENS)}, which are query, key "
+    "and value, or the rows of x. Half of a token's numbers encode its position, half its letter; "
     "H is three times as large as the others."
 )
 
 COLOURS: Final = (
-    "A cell's colour follows the square root of its weight, up to the panel's largest weight. "
-    "Small weights are thus visible. Cells that are exactly 0 are empty; negative ones are red."
+    "A cell's colour follows the square root of its weight, up to the panel's largest weight, so "
+    "that small weights are visible. Cells that are exactly 0 are empty; negative ones are red."
 )
 
 _ROWS: Final = {"L": "query i", "S": "query i", "B": "input i"}

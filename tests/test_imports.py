@@ -1,4 +1,4 @@
-"""Tests of the imports inside qkv: the table of allowed imports, and a client without torch."""
+"""Tests of the imports inside qkv: the table in CONVENTIONS.md, and a client without torch."""
 
 from __future__ import annotations
 
@@ -10,31 +10,13 @@ import sys
 from pathlib import Path
 
 import qkv
+from support.paths import ROOT
 
 PACKAGE = Path(qkv.__file__).parent
 
+TABLE = re.findall(r"^(\w+) +-> (.*)$", (ROOT / "CONVENTIONS.md").read_text(), re.MULTILINE)
 # The imports that each folder or top-level module may make inside qkv, beside its own files.
-# Every one of them may also import `errors`.
-ALLOWED: dict[str, set[str]] = {
-    # lazily: engine for `qkv.reference`, models for `qkv.capture` and `qkv.substitute`
-    "__init__": {"client", "engine", "models", "version"},
-    "__main__": {"cli"},
-    # lazily: testing for `qkv oracle` and `qkv verify`
-    "cli": {"client", "engine", "server", "settings", "tensors", "testing", "version", "wire"},
-    "server": {"api", "api_keys", "engine", "jobs", "settings", "telemetry", "wire"},
-    "api": {
-        "attention", "engine", "jobs", "settings", "telemetry", "tensors", "testing", "version",
-        "wire", "api_keys"},
-    "engine": {"attention", "jobs", "telemetry", "tensors", "wire"},
-    "jobs": {"attention", "tensors", "wire"},
-    "attention": {"tensors"},
-    "client": {"tensors", "version", "wire"},
-    "models": {"attention", "client", "engine", "jobs", "tensors", "wire"},
-    "wire": {"tensors"},
-    "settings": {"api_keys", "tracing_variables"},
-    "telemetry": {"version"},
-    "testing": {"attention", "client", "jobs", "tensors", "version", "wire"},
-}  # fmt: skip
+ALLOWED = {name: set(imported.split(", ")) for name, imported in TABLE}
 
 TORCH_FREE = {"__init__", "__main__", "cli", "client", "errors", "tensors", "wire"}
 WEB = {"fastapi", "starlette"}
@@ -90,7 +72,8 @@ def test_third_party_imports_stay_in_their_folders() -> None:
             assert not re.search(r"\b(environ|getenv)\b", path.read_text()), path
 
 
-def test_table_has_no_removed_names() -> None:
+def test_table_has_no_removed_names_and_each_folder_once() -> None:
+    assert len(ALLOWED) == len(TABLE) > 10
     there = {folder(path) for path in FILES}
     assert ALLOWED.keys() | set().union(*ALLOWED.values()) <= there
 

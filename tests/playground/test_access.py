@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from support.accessibility import THEMES, WIDTHS, overflow, problems
-from support.browser import Open, choose_example, paste, wait_until_drawn
+from support.browser import Open, choose_example, paste, unfold_sections, wait_until_drawn
 from support.paths import ROOT
 from support.service import Server
 
@@ -24,11 +24,12 @@ SECTIONS: Final = ("#steps", "#gradients")
 
 
 def unfold(page: Page) -> None:
-    """Opens every `details` element, and shows the sections that load when they are seen."""
+    """Opens every section and `details` element; shows sections that load when they are seen."""
+    unfold_sections(page)
     page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
     for section in SECTIONS:
         page.locator(section).scroll_into_view_if_needed()
-        expect(page.locator(f"{section} > details > div")).not_to_be_empty()
+        expect(page.locator(f"{section} > div")).not_to_be_empty()
         expect(page.locator(section)).not_to_have_attribute("aria-busy", "true")
 
 
@@ -40,6 +41,7 @@ def test_page_has_no_axe_violation_and_no_overflow(
     opened = open_page(server.url, width=width, height=WIDTHS[width], theme=theme)
     opened.expect_status(422)
     page = wait_until_drawn(opened)
+    unfold_sections(page)
     expect(page.get_by_role("region", name="Comparison").get_by_role("table")).to_be_visible()
     assert problems(page) == []
     unfold(page)

@@ -21,6 +21,7 @@ from support.browser import (
     paste,
     read_weights,
     save,
+    unfold_sections,
     wait_until_drawn,
 )
 from support.service import Server
@@ -80,6 +81,7 @@ def test_pictures_do_not_depend_on_the_theme_or_the_window(open_page: Open, serv
     pictures: dict[str, set[bytes]] = {what: set() for what in whats}
     for theme, width in (("light", 1440), ("dark", 390)):
         page = choose_example(open_page(server.url, theme=theme, width=width), "induction")
+        unfold_sections(page)
         page.wait_for_load_state("networkidle")
         for what in whats:
             pictures[what].add(save(page, what, "PNG").read_bytes())
@@ -252,6 +254,7 @@ def test_copied_table_is_for_spreadsheets_and_documents(open_page: Open, server:
 @pytest.mark.parametrize("width", [390, 1440])
 def test_menu_is_in_the_window(open_page: Open, server: Server, width: int) -> None:
     page = wait_until_drawn(open_page(server.url, width=width))
+    unfold_sections(page)
     for what in ("the weights", "the row", "the output"):
         page.get_by_role("button", name=f"Save {what}").click()
         menu = page.get_by_role("group", name=f"Save {what}")

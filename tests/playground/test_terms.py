@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 from playwright.sync_api import expect
 
-from support.browser import Open, choose_example, wait_until_drawn
+from support.browser import Open, choose_example, unfold_sections, wait_until_drawn
 from support.service import Server
 
 TERMS: Final = {
@@ -29,6 +29,7 @@ def test_term_has_a_tooltip_on_focus_and_on_hover(
     open_page: Open, server: Server, width: int
 ) -> None:
     page = wait_until_drawn(open_page(server.url, width=width))
+    unfold_sections(page)
     page.locator("#comparison table").wait_for()
     page.get_by_role("button", name="All columns").click()
     page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")

@@ -16,6 +16,7 @@ from support.browser import (
     match_groups,
     paste,
     read_weights,
+    unfold_sections,
     wait_until_drawn,
 )
 from support.service import Server
@@ -251,6 +252,7 @@ def test_main_controls_are_visible_in_wide_and_narrow_windows(
     page = wait_until_drawn(open_page(server.url, width=390, height=844))
     for name in ("Weights", "Compare", "Length"):
         expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
+    unfold_sections(page)
     page.locator("#comparison table").wait_for()
     area = page.locator("#comparison .scroll")
     assert area.evaluate("area => (area.scrollLeft = 9999) && area.scrollLeft > 100")

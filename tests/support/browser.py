@@ -251,6 +251,13 @@ def record_slices(page: Page) -> None:
     )
 
 
+def unfold_sections(page: Page) -> None:
+    """Opens the sections of the results that are folded behind their headings."""
+    folded = page.locator("main .fold[aria-expanded=false]:visible")
+    while folded.count():
+        folded.first.click()
+
+
 def choose_example(opened: WatchedPage, example: str) -> Page:
     """Selects an example and waits until the page has drawn it."""
     page = wait_until_drawn(opened)

@@ -22,9 +22,9 @@ import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
 import { listenToSectionLinks } from "./link/section_links.js";
-import { showOpenSections } from "./open_sections.js";
 import { createState, NEW_TENSORS, NO_REQUEST, newExample, stateOfExample } from "./page_state.js";
 import * as summary from "./run_summary.js";
+import { createSections } from "./sections.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
 import { createWeightsPanel } from "./weights/weights_panel.js";
@@ -42,13 +42,16 @@ const showRequest = (purpose, request) =>
   updateRequestPanel(purpose, { ...request, files: inputFiles(state.tensors) });
 const pageHistory = createPageHistory(
   state,
-  (fragment, kept) => {
+  (fragment, kept, layout) => {
     const { fields, note, className } = openLink(fragment, kept, state.variants);
-    showState(fields, note, className);
+    showState({ ...fields, ...layout }, note, className);
   },
   (canUndo) => (findById("undo").disabled = !canUndo),
 );
+const sections = createSections(state, pageHistory.amend);
+const callbacks = { onChange: pageHistory.record, onRequest: showRequest, onCall, announce };
 const weightsPanel = createWeightsPanel(state, {
+  ...callbacks,
   onHead: (head) => {
     const labels = labelsOfSequence(head, state);
     if (labels !== state.labels) findById("labels").value = formatLabels(labels);
@@ -56,23 +59,15 @@ const weightsPanel = createWeightsPanel(state, {
     redraw();
   },
   onRow: (row) => details.follow(row),
-  onChange: pageHistory.record,
-  onCall,
-  announce,
 });
 const details = createDetailSections(state, {
+  ...callbacks,
   onRow: weightsPanel.selectRow,
-  onChange: pageHistory.record,
-  onCall,
-  onRequest: showRequest,
-  announce,
+  openSection: sections.open,
 });
 const comparisons = createComparisons(state, {
-  onCall,
+  ...callbacks,
   onPoint: weightsPanel.showReadout,
-  onChange: pageHistory.record,
-  onRequest: showRequest,
-  announce,
 });
 const showExample = createExampleSelect({
   onExample: (example) => useExample(example),
@@ -178,7 +173,7 @@ function applyState() {
 function showState(fields, note, className) {
   checkpoint.close();
   Object.assign(state, fields);
-  showOpenSections(state);
+  sections.update();
   showOwn(note, className);
   applyState();
 }
@@ -225,7 +220,7 @@ async function run() {
     showRequest("weights", { path: request.path, body: heatmapBody(request) });
     setText(findById("status"), summary.describeRun(view));
     draw();
-    comparisons.update(view);
+    sections.whenOpen("compare", () => comparisons.update(newView));
     if (!newView.fetchStats) return;
     newView.stats = await newView.fetchStats();
     if (!signal.aborted) draw();
@@ -277,7 +272,7 @@ function start() {
   for (const part of document.querySelectorAll("form > details")) part.open = !isNarrow;
   listen();
   listenToTerms();
-  listenToSectionLinks();
+  listenToSectionLinks(sections.open);
   listenToCopyLink(pageHistory.createLink);
   loadCatalogue();
 }

@@ -9,19 +9,18 @@ import { createStepsPanel } from "./steps/steps_panel.js";
  * @param {Object} state of the page
  * @param {Object} callbacks
  * @param {(row: number) => void} callbacks.onRow called with the row that the user chose
+ * @param {(name: string) => void} callbacks.openSection
  * @param {() => void} callbacks.onChange called when the state of the page changed
  * @param {(call: Object) => void} callbacks.onCall called for each request
  * @param {(purpose: string, request: {path, body}) => void} callbacks.onRequest called with each
  *   request of gradients
  * @param {(text: string) => void} callbacks.announce
  */
-export function createDetailSections(state, { onRow, onChange, onCall, onRequest, announce }) {
-  const steps = createStepsPanel(state, { onRow, onChange, onCall });
+export function createDetailSections(state, { onRow, openSection, onRequest, ...callbacks }) {
+  const steps = createStepsPanel(state, { ...callbacks, onRow, openSection });
   const gradients = createGradientsPanel(state, {
-    onChange,
-    onCall,
+    ...callbacks,
     onRequest: (request) => onRequest("gradients", request),
-    announce,
   });
   return {
     draw: (view) => [steps, gradients].forEach((one) => one.draw(view)),

@@ -38,7 +38,6 @@ export function createComparisons(state, { onCall, onPoint, onChange, onRequest,
     update: (view) => {
       difference.update(view);
       metrics.update(view.request);
-      sweep.update();
     },
     /** Draws the difference for another head or other labels. */
     draw: () => difference.draw(),

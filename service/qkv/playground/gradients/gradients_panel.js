@@ -2,7 +2,7 @@
 
 import { findById, formatNumber, h, setText } from "../dom.js";
 import { toSentence } from "../error_messages.js";
-import { listenToSection } from "../open_sections.js";
+import { listenInView } from "../in_view.js";
 import { axisNames, describeHead, describeRun } from "../weights/heatmap_data.js";
 import { createEntryChoice } from "./entry_choice.js";
 import { fetchDifferences } from "./finite_differences.js";
@@ -31,7 +31,8 @@ export function createGradientsPanel(state, { onChange, onCall, onRequest, annou
   const about = h("p", { class: "hint", role: "status" });
   const error = h("p", { class: "error", role: "alert", hidden: true });
   const body = h("div", { hidden: true });
-  section.querySelector("details > div").append(about, error, body);
+  const root = section.lastElementChild;
+  root.append(about, error, body);
   const choose = (entry) => {
     state.entry = entry;
     onChange();
@@ -95,13 +96,13 @@ export function createGradientsPanel(state, { onChange, onCall, onRequest, annou
       tensor.quotients = checked.quotients;
     }
   };
-  const loadIfSeen = listenToSection("gradients", state, { load, onChange });
+  const loadInView = listenInView(root, load);
 
   return {
     /** Draws the gradients of a view, or requests them, if the section is open and in view. */
     draw: (newView) => {
       view = newView;
-      loadIfSeen();
+      loadInView();
     },
     /** Stops what is running: the next view has other numbers. */
     clear: () => {

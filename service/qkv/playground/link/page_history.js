@@ -16,8 +16,9 @@ const MAX_KEPT = 30; // states in memory
  * Creates the history. Nothing is recorded before `start`.
  *
  * @param {Object} state of the page
- * @param {(fragment: string, kept: Object|null) => void} restore called with the state to show;
- *   `kept`: its fields that are too large for the fragment
+ * @param {(fragment: string, kept: Object|null, layout: Object|null) => void} restore called with the
+ *   state to show; `kept`: its fields that are too large for the fragment; `layout`: the fields of the
+ *   layout, which stays on the way back and forward
  * @param {(canUndo: boolean) => void} onEntry called when the page shows another entry
  */
 export function createPageHistory(state, restore, onEntry) {
@@ -51,10 +52,10 @@ export function createPageHistory(state, restore, onEntry) {
   };
   const recordSoon = debounce(recordNow, WAIT_MS);
 
-  const show = () => {
+  const show = (layout = null) => {
     const fragment = location.hash.slice(1);
     const { key = createKey(), large = null } = history.state ?? {};
-    restore(isLink(fragment) ? fragment : "", keptStates.get(key) ?? large);
+    restore(fragment, keptStates.get(key) ?? large, layout);
     [current, typedIn] = [formatLink(state).fragment, null];
     write("replaceState", { index: history.state?.index ?? 0, key }, location.href);
   };
@@ -67,11 +68,19 @@ export function createPageHistory(state, restore, onEntry) {
     if (current === null) return;
     if (!history.state && !isLink(location.hash)) return; // a section
     recordSoon.cancel();
-    show();
+    show(history.state && pickLayout(state));
   });
   return {
-    start: show,
+    start: () => show(),
     record: recordSoon,
+    /** Changes the layout: this entry holds the change, and Undo does not take it back. */
+    amend: (change) => {
+      recordNow();
+      change();
+      if (current === null) return;
+      current = formatLink(state).fragment;
+      write("replaceState", history.state, `#${current}`);
+    },
     /** Puts the state into the address; returns that, and the fields that are too large for it. */
     createLink: () => {
       recordNow();
@@ -81,6 +90,8 @@ export function createPageHistory(state, restore, onEntry) {
     },
   };
 }
+
+const pickLayout = ({ open, closed }) => ({ open, closed });
 
 /** Returns the fields that the fragment does not hold, to survive a reload; null if there are none. */
 function largeFields(state) {

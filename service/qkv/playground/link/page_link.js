@@ -8,13 +8,11 @@ import { fromWire, isObject, parseJson, toWire } from "../data/tensors.js";
 import { EXAMPLES } from "../inputs/examples.js";
 import { formatLabels, parseLabels } from "../inputs/labels.js";
 import { listRoles, UNUSED } from "../inputs/tensor_roles.js";
-import { SECTIONS } from "../open_sections.js";
 
 /** Longer values stay out of the fragment: mail and chat break long links. */
 const MAX_LENGTH = 4000;
 
 const PARAMETER = "parameters.";
-const OPEN_SECTIONS = new Map(SECTIONS.map((id) => [id, id]));
 
 /** True if a fragment holds a state, not the name of a section. */
 export const isLink = (fragment) => fragment.includes("=");
@@ -50,10 +48,11 @@ export function formatLink(state) {
   fields.set("row", selectedRow ?? "");
   if (state.head) fields.set("head", state.head);
   if (state.entry) fields.set("entry", `${state.entry.row},${state.entry.col}`);
-  if (state.open.length) fields.set("open", state.open.join());
   if (state.usesRoot) fields.set("shades", "root");
   if (state.showsAllMetrics) fields.set("metrics", "all");
   if (state.excluded.length) fields.set("without", state.excluded.join());
+  if (state.open.length) fields.set("open", state.open.join());
+  if (state.closed.length) fields.set("closed", state.closed.join());
   if (leftOut.length) fields.set("left_out", leftOut.join());
   return { fragment: fields.toString(), leftOut };
 }
@@ -97,11 +96,11 @@ export function parseLink(fragment, variants) {
   for (const name of ["pool", "head"]) read(name, parseCount);
   read("row", (text) => (text ? parseCount(text, "row") : null), "selectedRow");
   read("entry", parseEntry);
-  read("open", (text) => text.split(",").map((id) => findOne(id, OPEN_SECTIONS, "open")));
   read("labels", parseLabels);
   read("shades", (text) => text === "root", "usesRoot");
   read("metrics", (text) => text === "all", "showsAllMetrics");
   read("without", (text) => text.split(","), "excluded");
+  for (const name of ["open", "closed"]) read(name, (text) => text.split(","));
   const examples = new Map(EXAMPLES.map((example) => [example.id, example]));
   const example = given.get("example");
   return {

@@ -2,12 +2,17 @@
 
 import { findById } from "../dom.js";
 
-/** Listens to the links. */
-export function listenToSectionLinks() {
+/**
+ * Listens to the links.
+ *
+ * @param {(name: string) => void} onSection called before the page scrolls to a section
+ */
+export function listenToSectionLinks(onSection) {
   for (const link of document.querySelectorAll('a[href^="#"]')) {
     link.addEventListener("click", (event) => {
       event.preventDefault();
       const section = findById(link.hash.slice(1));
+      onSection(section.id);
       section.focus({ preventScroll: true });
       section.scrollIntoView();
     });

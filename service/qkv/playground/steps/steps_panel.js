@@ -2,7 +2,7 @@
 
 import { findById, h, setText } from "../dom.js";
 import { toSentence } from "../error_messages.js";
-import { listenToSection } from "../open_sections.js";
+import { listenInView } from "../in_view.js";
 import { axisNames } from "../weights/heatmap_data.js";
 import { showFormula } from "./formula.js";
 import { createStepFigure } from "./step_figure.js";
@@ -15,10 +15,10 @@ import { fetchSteps, listSteps, reasonWithoutSteps } from "./steps_request.js";
  * @param {Object} state of the page
  * @param {Object} callbacks
  * @param {(row: number) => void} callbacks.onRow called with the row that the user chose
- * @param {() => void} callbacks.onChange called when the user opened or closed the section
+ * @param {(name: string) => void} callbacks.openSection
  * @param {(call: Object) => void} callbacks.onCall called for each request
  */
-export function createStepsPanel(state, { onRow, onChange, onCall }) {
+export function createStepsPanel(state, { onRow, openSection, onCall }) {
   const section = findById("steps");
   const about = h("p", { class: "hint", role: "status" });
   const error = h("p", { class: "error", role: "alert", hidden: true });
@@ -35,7 +35,8 @@ export function createStepsPanel(state, { onRow, onChange, onCall }) {
   const formula = h("p", { class: "formula" });
   const list = h("ol", { class: "steps" });
   const body = h("div", { hidden: true }, h("div", { class: "steps-bar" }, field, formula), list);
-  section.querySelector("details > div").append(about, error, body);
+  const root = section.lastElementChild;
+  root.append(about, error, body);
 
   let view = null;
   let row = 0;
@@ -49,11 +50,9 @@ export function createStepsPanel(state, { onRow, onChange, onCall }) {
     for (const item of list.children) item.classList.toggle("lit", item.dataset.step === name);
   };
   const choose = (name) => {
-    const details = section.querySelector("details");
-    const isShown = details.open && shown?.figures;
-    details.open = true;
-    if (!isShown) return section.scrollIntoView();
+    openSection("steps");
     const item = list.querySelector(`[data-step="${name}"]`);
+    if (!item) return section.scrollIntoView(); // it loads when it is in view
     item.querySelector("[tabindex]").focus({ preventScroll: true });
     item.scrollIntoView({ block: "center" });
   };
@@ -121,10 +120,10 @@ export function createStepsPanel(state, { onRow, onChange, onCall }) {
       if (running?.signal === signal) section.removeAttribute("aria-busy");
     }
   };
-  const loadIfSeen = listenToSection("steps", state, { load, onChange });
+  const loadInView = listenInView(root, load);
   const drawFrame = () => {
     frame = 0;
-    if (view) loadIfSeen();
+    if (view) loadInView();
   };
 
   return {
@@ -134,7 +133,7 @@ export function createStepsPanel(state, { onRow, onChange, onCall }) {
       section.hidden = !view.weights;
       if (!view.weights) return;
       showFormulas();
-      loadIfSeen();
+      loadInView();
     },
     /** Stops what is running: the next view has other numbers. */
     clear: () => {
@@ -146,7 +145,7 @@ export function createStepsPanel(state, { onRow, onChange, onCall }) {
       row = newRow;
       if (!frame) frame = requestAnimationFrame(drawFrame); // the pointer may cross many rows
     },
-    repaint: () => view && loadIfSeen(),
+    repaint: () => view && loadInView(),
   };
 }
 

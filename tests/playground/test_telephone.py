@@ -1,0 +1,70 @@
+"""Tests the playground on a telephone: sections fold, and only open ones send requests."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from playwright.sync_api import Locator, Page, expect
+
+from support.accessibility import problems
+from support.browser import Open, wait_until_drawn
+from support.service import Server
+
+TELEPHONE: Final = {"width": 390, "height": 844}
+MAX_HEIGHT: Final = 2500  # pixels of the page when it is loaded
+
+
+def heading(page: Page, name: str) -> Locator:
+    """Returns the button that folds a section."""
+    return page.get_by_role("heading", name=name, exact=True).get_by_role("button")
+
+
+def wait_for_link(page: Page, pattern: str) -> None:
+    expect(page).to_have_url(re.compile(pattern))
+
+
+def test_sections_fold_and_open(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url, **TELEPHONE)
+    page = wait_until_drawn(opened)
+    page.wait_for_load_state("networkidle")
+    assert page.evaluate("() => document.documentElement.scrollHeight") <= MAX_HEIGHT
+    assert problems(page) == []
+    headings = page.locator("main section:visible h2")
+    assert headings.count() == headings.get_by_role("button").count()
+    expect(page.locator("main .fold[aria-expanded=true]:visible")).to_have_text(["Weights"])
+    expect(page.locator("#comparison")).to_be_hidden()
+    assert opened.posted("/v1/compare") == []
+    assert opened.posted("/v1/attention/linear") == []  # for the difference
+
+    compare = heading(page, "Compare")
+    page.get_by_role("link", name="Compare").click()
+    expect(compare).to_have_attribute("aria-expanded", "true")
+    expect(page.locator("#compare")).to_be_in_viewport()
+    expect(page.locator("#comparison tbody tr").first).to_be_visible()
+    assert len(opened.posted("/v1/compare")) == 1
+    wait_for_link(page, "open=compare")
+
+    page.get_by_label("Variant", exact=True).select_option("linear")
+    wait_for_link(page, "variant=linear")
+    wait_until_drawn(opened)
+    heading(page, "Weights").press("Enter")
+    expect(page.locator("#map")).to_be_hidden()
+    wait_for_link(page, "open=compare&closed=weights")
+    page.get_by_role("button", name="Undo").click()  # takes back the variant, not the folding
+    expect(page.get_by_label("Variant", exact=True)).to_have_value("softmax")
+    expect(heading(page, "Weights")).to_have_attribute("aria-expanded", "false")
+    expect(compare).to_have_attribute("aria-expanded", "true")
+
+    page.set_viewport_size({"width": 1440, "height": 900})
+    expect(page.locator("#map")).to_be_visible()
+    expect(page.locator("main .fold")).to_have_count(0)
+
+
+def test_link_opens_sections(open_page: Open, server: Server) -> None:
+    page = wait_until_drawn(open_page(server.url, **TELEPHONE, path="/#open=length&closed=weights"))
+    expect(heading(page, "Sequence length")).to_have_attribute("aria-expanded", "true")
+    expect(heading(page, "Weights")).to_have_attribute("aria-expanded", "false")
+    page = wait_until_drawn(open_page(server.url, **TELEPHONE, path="/#compare"))
+    expect(heading(page, "Compare")).to_have_attribute("aria-expanded", "true")
+    expect(heading(page, "Weights")).to_have_attribute("aria-expanded", "true")
