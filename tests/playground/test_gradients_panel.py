@@ -57,12 +57,11 @@ def test_gradients_are_those_of_the_client_and_near_finite_differences(
 ) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
-    page.locator("#gradients").scroll_into_view_if_needed()
     path = "/v1/gradients/softmax"
-    assert path not in opened.requests  # a closed section sends nothing
+    assert path not in opened.requests  # a folded section sends nothing
     page.get_by_role("button", name="Gradients", exact=True).click()
     with Client(server.url) as client:
-        arguments = {"query": WORDS, "key": WORDS, "value": WORDS, "scale": 1.0}
+        arguments: dict[str, Any] = {"query": WORDS, "key": WORDS, "value": WORDS, "scale": 1.0}
         for row, col in ((5, 0), (4, 1)):
             expect(page.locator("#entry-row")).to_have_value(str(row))
             table = read_table(page)
@@ -108,6 +107,9 @@ def test_chosen_entry_and_open_section_belong_to_the_link(open_page: Open, serve
     wait_until_drawn(opened)
     expect(page.locator("#entry-channel")).to_have_value("1")
     assert read_table(page) == before
+    page.get_by_role("button", name="Gradients", exact=True).click()
+    page.wait_for_function("() => !location.hash.includes('open=')")
+    expect(section.locator("table")).to_be_hidden()
 
 
 def link(variant: str, tensors: dict[str, Any], **fields: str) -> str:

@@ -13,11 +13,12 @@ import { listenToTerms } from "./glossary.js";
 import { createExampleSelect } from "./inputs/example_select.js";
 import { EXAMPLES } from "./inputs/examples.js";
 import { formatLabels, labelsOfSequence, parseLabels } from "./inputs/labels.js";
-import { createControls, showCausalNote } from "./inputs/parameter_form.js";
 import { applyRequest } from "./inputs/pasted_request.js";
 import { inputFiles, missingInputs } from "./inputs/request_inputs.js";
 import { createTensorList } from "./inputs/tensor_list.js";
 import { keptLayer } from "./inputs/tensor_queue.js";
+import { createVariantForm } from "./inputs/variant_form.js";
+import { createLessonPanel } from "./lessons/lesson_panel.js";
 import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
@@ -42,10 +43,7 @@ const showRequest = (purpose, request) =>
   updateRequestPanel(purpose, { ...request, files: inputFiles(state.tensors) });
 const pageHistory = createPageHistory(
   state,
-  (fragment, kept, layout) => {
-    const { fields, note, className } = openLink(fragment, kept, state.variants);
-    showState({ ...fields, ...layout }, note, className);
-  },
+  (fragment, kept, layout) => showLink(fragment, kept, layout),
   (canUndo) => (findById("undo").disabled = !canUndo),
 );
 const sections = createSections(state, pageHistory.amend);
@@ -60,14 +58,22 @@ const weightsPanel = createWeightsPanel(state, {
   },
   onRow: (row) => details.follow(row),
 });
-const details = createDetailSections(state, {
+const details = createDetailSections(state, sections, {
   ...callbacks,
   onRow: weightsPanel.selectRow,
-  openSection: sections.open,
 });
 const comparisons = createComparisons(state, {
   ...callbacks,
   onPoint: weightsPanel.showReadout,
+});
+const lessonPanel = createLessonPanel({
+  onStop: (lesson) => {
+    if (lesson) return showLink(`lesson=${lesson.id}&stop=${lesson.stop}`, null, null);
+    state.lesson = null;
+    lessonPanel.show(null);
+    pageHistory.record();
+  },
+  onMeasure: comparisons.measure,
 });
 const showExample = createExampleSelect({
   onExample: (example) => useExample(example),
@@ -79,6 +85,7 @@ const runSoon = () => {
   runDebounced();
   pageHistory.record();
 };
+const showVariant = createVariantForm(state, () => runSoon());
 const tensorList = createTensorList(state, {
   onAdd: (tensors, { isAdded, request, labels }) => {
     if (request) checkpoint.close();
@@ -151,20 +158,7 @@ function leaveExample() {
 /** Updates the controls to the state, then runs. */
 function applyState() {
   runSoon();
-  const { variant } = state;
-  findById("variant").value = variant.variant;
-  setText(findById("variant-about"), variant.summary);
-  setText(findById("formula"), variant.formula);
-  const updateNote = () => {
-    if (!missingInputs(state).length) showCausalNote(buildRequest(state), state.parameters);
-  };
-  findById("parameters").replaceChildren(
-    createControls(variant.parameters.properties, state.parameters, () => {
-      updateNote();
-      runSoon();
-    }),
-  );
-  updateNote();
+  showVariant();
   tensorList.show();
   loadedLayers.show(state.layer);
 }
@@ -176,6 +170,13 @@ function showState(fields, note, className) {
   sections.update();
   showOwn(note, className);
   applyState();
+}
+
+/** Shows the state of a fragment, in the layout that the page has; a lesson brings its own. */
+function showLink(fragment, kept, layout) {
+  const { fields, note, className } = openLink(fragment, kept, state.variants);
+  showState({ ...fields, ...(!fields.lesson && layout) }, note, className);
+  lessonPanel.show(state.lesson);
 }
 
 const useExample = (example) => showState(stateOfExample(example, state.variants), example.about);
@@ -221,6 +222,7 @@ async function run() {
     setText(findById("status"), summary.describeRun(view));
     draw();
     sections.whenOpen("compare", () => comparisons.update(newView));
+    lessonPanel.arrive();
     if (!newView.fetchStats) return;
     newView.stats = await newView.fetchStats();
     if (!signal.aborted) draw();

@@ -4,28 +4,32 @@ import { createGradientsPanel } from "./gradients/gradients_panel.js";
 import { createStepsPanel } from "./steps/steps_panel.js";
 
 /**
- * Creates both sections.
+ * Creates both sections. Each requests its content while it is open.
  *
  * @param {Object} state of the page
+ * @param {Object} sections from `createSections`
  * @param {Object} callbacks
  * @param {(row: number) => void} callbacks.onRow called with the row that the user chose
- * @param {(name: string) => void} callbacks.openSection
  * @param {() => void} callbacks.onChange called when the state of the page changed
  * @param {(call: Object) => void} callbacks.onCall called for each request
  * @param {(purpose: string, request: {path, body}) => void} callbacks.onRequest called with each
  *   request of gradients
  * @param {(text: string) => void} callbacks.announce
  */
-export function createDetailSections(state, { onRow, openSection, onRequest, ...callbacks }) {
-  const steps = createStepsPanel(state, { ...callbacks, onRow, openSection });
+export function createDetailSections(state, sections, { onRow, onRequest, ...callbacks }) {
+  const steps = createStepsPanel(state, sections, { ...callbacks, onRow });
   const gradients = createGradientsPanel(state, {
     ...callbacks,
     onRequest: (request) => onRequest("gradients", request),
   });
   return {
-    draw: (view) => [steps, gradients].forEach((one) => one.draw(view)),
+    draw: (view) => {
+      steps.show(view);
+      gradients.show(view);
+      sections.whenOpen("gradients", gradients.load);
+    },
     clear: () => [steps, gradients].forEach((one) => one.clear()),
-    repaint: () => [steps, gradients].forEach((one) => one.repaint()),
+    repaint: () => gradients.repaint(),
     follow: steps.follow,
   };
 }

@@ -21,6 +21,7 @@ export const NEW_VIEW = {
   showsAllMetrics: false, // all columns of the table of metrics
   open: [], // names of the sections that the user unfolded
   closed: [], // names of those that the user folded
+  lesson: null, // the stop of a lesson: {id, stop, fragment}
 };
 
 /** Creates the state of a page without tensors. */

@@ -39,6 +39,8 @@ export function createComparisons(state, { onCall, onPoint, onChange, onRequest,
       difference.update(view);
       metrics.update(view.request);
     },
+    /** Starts a sweep with these settings; null stops it. */
+    measure: sweep.measure,
     /** Draws the difference for another head or other labels. */
     draw: () => difference.draw(),
     repaint: () => difference.map.repaint(),

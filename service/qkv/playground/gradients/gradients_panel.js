@@ -2,7 +2,6 @@
 
 import { findById, formatNumber, h, setText } from "../dom.js";
 import { toSentence } from "../error_messages.js";
-import { listenInView } from "../in_view.js";
 import { axisNames, describeHead, describeRun } from "../weights/heatmap_data.js";
 import { createEntryChoice } from "./entry_choice.js";
 import { fetchDifferences } from "./finite_differences.js";
@@ -31,8 +30,7 @@ export function createGradientsPanel(state, { onChange, onCall, onRequest, annou
   const about = h("p", { class: "hint", role: "status" });
   const error = h("p", { class: "error", role: "alert", hidden: true });
   const body = h("div", { hidden: true });
-  const root = section.lastElementChild;
-  root.append(about, error, body);
+  section.querySelector("div").append(about, error, body);
   const choose = (entry) => {
     state.entry = entry;
     onChange();
@@ -96,14 +94,12 @@ export function createGradientsPanel(state, { onChange, onCall, onRequest, annou
       tensor.quotients = checked.quotients;
     }
   };
-  const loadInView = listenInView(root, load);
 
   return {
-    /** Draws the gradients of a view, or requests them, if the section is open and in view. */
-    draw: (newView) => {
-      view = newView;
-      loadInView();
-    },
+    /** Takes the view whose gradients are loaded next. */
+    show: (newView) => (view = newView),
+    /** Draws the gradients of the view, and requests them if they are not there yet. */
+    load,
     /** Stops what is running: the next view has other numbers. */
     clear: () => {
       running?.abort();

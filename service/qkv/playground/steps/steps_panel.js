@@ -2,7 +2,6 @@
 
 import { findById, h, setText } from "../dom.js";
 import { toSentence } from "../error_messages.js";
-import { listenInView } from "../in_view.js";
 import { axisNames } from "../weights/heatmap_data.js";
 import { showFormula } from "./formula.js";
 import { createStepFigure } from "./step_figure.js";
@@ -13,12 +12,12 @@ import { fetchSteps, listSteps, reasonWithoutSteps } from "./steps_request.js";
  * Creates the panel.
  *
  * @param {Object} state of the page
+ * @param {Object} sections from `createSections`
  * @param {Object} callbacks
  * @param {(row: number) => void} callbacks.onRow called with the row that the user chose
- * @param {(name: string) => void} callbacks.openSection
  * @param {(call: Object) => void} callbacks.onCall called for each request
  */
-export function createStepsPanel(state, { onRow, openSection, onCall }) {
+export function createStepsPanel(state, sections, { onRow, onCall }) {
   const section = findById("steps");
   const about = h("p", { class: "hint", role: "status" });
   const error = h("p", { class: "error", role: "alert", hidden: true });
@@ -35,8 +34,7 @@ export function createStepsPanel(state, { onRow, openSection, onCall }) {
   const formula = h("p", { class: "formula" });
   const list = h("ol", { class: "steps" });
   const body = h("div", { hidden: true }, h("div", { class: "steps-bar" }, field, formula), list);
-  const root = section.lastElementChild;
-  root.append(about, error, body);
+  section.querySelector("div").append(about, error, body);
 
   let view = null;
   let row = 0;
@@ -50,9 +48,9 @@ export function createStepsPanel(state, { onRow, openSection, onCall }) {
     for (const item of list.children) item.classList.toggle("lit", item.dataset.step === name);
   };
   const choose = (name) => {
-    openSection("steps");
+    sections.open("steps");
     const item = list.querySelector(`[data-step="${name}"]`);
-    if (!item) return section.scrollIntoView(); // it loads when it is in view
+    if (!item) return section.scrollIntoView(); // its steps are on their way
     item.querySelector("[tabindex]").focus({ preventScroll: true });
     item.scrollIntoView({ block: "center" });
   };
@@ -120,20 +118,20 @@ export function createStepsPanel(state, { onRow, openSection, onCall }) {
       if (running?.signal === signal) section.removeAttribute("aria-busy");
     }
   };
-  const loadInView = listenInView(root, load);
+  const loadIfOpen = () => sections.whenOpen("steps", load);
   const drawFrame = () => {
     frame = 0;
-    if (view) loadInView();
+    loadIfOpen();
   };
 
   return {
-    /** Shows the steps of a view, or requests them, if the section is open and in view. */
-    draw: (newView) => {
+    /** Shows the formula and the steps of a view; requests them while the section is open. */
+    show: (newView) => {
       view = newView;
       section.hidden = !view.weights;
       if (!view.weights) return;
       showFormulas();
-      loadInView();
+      loadIfOpen();
     },
     /** Stops what is running: the next view has other numbers. */
     clear: () => {
@@ -145,7 +143,6 @@ export function createStepsPanel(state, { onRow, openSection, onCall }) {
       row = newRow;
       if (!frame) frame = requestAnimationFrame(drawFrame); // the pointer may cross many rows
     },
-    repaint: () => view && loadInView(),
   };
 }
 
