@@ -32,7 +32,7 @@ export function createStepsPanel(state, sections, { onRow, onCall }) {
   const rowName = h("strong", {});
   const field = h("div", { class: "field inline" }, rowLabel, rowInput, rowName);
   const formula = h("p", { class: "formula" });
-  const list = h("ol", { class: "steps" });
+  const list = h("ol", { class: "step-list" });
   const body = h("div", { hidden: true }, h("div", { class: "steps-bar" }, field, formula), list);
   section.querySelector("div").append(about, error, body);
 
