@@ -110,10 +110,15 @@ def test_formula_and_steps_point_to_each_other(open_page: Open, server: Server) 
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     expect(page.get_by_label("Followed row")).to_have_value("2")
+    page.wait_for_url(re.compile("row=2"))
     picture = steps.locator("[data-step=scores] canvas")
-    picture.click(position={"x": 5, "y": 2})
+    picture.click(position={"x": 5, "y": 4})
     expect(page.locator("#row-number")).to_have_value("0")
     expect(page.get_by_label("Followed row")).to_have_value("0")
+    page.wait_for_url(re.compile("row=0"))
+    page.go_back()  # to the row before, with the symbols of its formula
+    expect(page.get_by_label("Followed row")).to_have_value("2")
+    expect(formula.get_by_role("button", name="step scaled")).to_be_visible()
 
 
 def test_layer_begins_with_x_and_the_head_is_that_of_the_map(
