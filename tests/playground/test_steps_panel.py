@@ -58,10 +58,9 @@ def test_steps_have_the_numbers_of_the_client(open_page: Open, server: Server) -
     opened = open_page(server.url, path=CAUSAL)
     page = wait_until_drawn(opened)
     page.locator("#steps").scroll_into_view_if_needed()
-    words = dict.fromkeys(("query", "key", "value"), WORDS)
+    arguments: dict[str, Any] = dict.fromkeys(("query", "key", "value"), WORDS)
     with Client(server.url) as client:
-        outputs = ("steps",)
-        run = client.attend("softmax", **words, scale=1.0, causal=True, outputs=outputs)
+        run = client.attend("softmax", **arguments, scale=1.0, causal=True, outputs=["steps"])
     steps = {name.removeprefix("steps."): array for name, array in run.outputs.items()}
     for row in (1, 3):
         page.get_by_label("Followed row").fill(str(row))
