@@ -23,9 +23,9 @@ import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
 import { listenToSectionLinks } from "./link/section_links.js";
+import { createPageLayout } from "./page_layout.js";
 import { createState, NEW_TENSORS, NO_REQUEST, newExample, stateOfExample } from "./page_state.js";
 import * as summary from "./run_summary.js";
-import { createSections } from "./sections.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
 import { createWeightsPanel } from "./weights/weights_panel.js";
@@ -49,7 +49,7 @@ const pageHistory = createPageHistory(
   },
   (canUndo) => (findById("undo").disabled = !canUndo),
 );
-const sections = createSections(state, pageHistory.amend);
+const pageLayout = createPageLayout(state, pageHistory.amend);
 const weightsPanel = createWeightsPanel(state, {
   onHead: (head) => {
     const labels = labelsOfSequence(head, state);
@@ -178,7 +178,7 @@ function applyState() {
 function showState(fields, note, className) {
   checkpoint.close();
   Object.assign(state, fields);
-  sections.update();
+  pageLayout.show();
   showOwn(note, className);
   applyState();
 }
@@ -224,7 +224,7 @@ async function run() {
     showRequest("weights", { path: request.path, body: heatmapBody(request) });
     setText(findById("status"), summary.describeRun(view));
     draw();
-    sections.whenOpen("compare", () => {
+    pageLayout.whenOpen("compare", () => {
       differencePanel.update(newView);
       comparePanel.update(request);
     });
@@ -271,14 +271,13 @@ function listen() {
 
 function start() {
   listenToTheme(findById("theme"), () => {
-    for (const one of [...weightsPanel.heatmaps, differencePanel.map, captured]) one.repaint();
-    draw();
+    for (const one of [weightsPanel, differencePanel.map, captured]) one.repaint(view);
   });
   const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important
   for (const part of document.querySelectorAll("form > details")) part.open = !isNarrow;
   listen();
   listenToTerms();
-  listenToSectionLinks(sections.open);
+  listenToSectionLinks(pageLayout.openSection);
   listenToCopyLink(pageHistory.createLink);
   loadCatalogue();
 }

@@ -62,7 +62,7 @@ export function createDifferencePanel(root, state, callbacks) {
     map.show({
       ...matrix,
       title: `Weights of ${names.join(" minus ")}${describeHead(state.head, view.weights)}`,
-      label: `${names.join(" minus ")}: ${matrix.rows} by ${matrix.cols}. Arrow keys move.`,
+      label: `${names.join(" minus ")}: ${matrix.rows} by ${matrix.cols}.`,
     });
     setText(note, describeRandomInputs(state, variants));
     about.textContent = describeDifference(matrix, names, {

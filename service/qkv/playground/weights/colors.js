@@ -19,8 +19,7 @@ export function createShades(numbers, { isDark, usesRoot = false, hasGaps = fals
   const largest = largestSize(numbers);
   const pick = (share) => {
     const ramp = share < 0 ? down : up;
-    const at = 3 * Math.min(SHADE_COUNT - 1, Math.round(Math.abs(share) * (SHADE_COUNT - 1)));
-    return [ramp[at], ramp[at + 1], ramp[at + 2]];
+    return ramp[Math.min(SHADE_COUNT - 1, Math.round(Math.abs(share) * (SHADE_COUNT - 1)))];
   };
   const colourOf = (value) => {
     if (value === 0 || (hasGaps && Number.isNaN(value))) return null;
@@ -35,13 +34,10 @@ const palettes = new Map();
 
 /** Returns the colours of a theme: for each sign, the RGB of 256 shares of the largest number. */
 function paletteOf(isDark) {
-  const createRamp = (sign) => {
-    const colours = new Uint8ClampedArray(3 * SHADE_COUNT);
-    for (let shade = 0; shade < SHADE_COUNT; shade += 1) {
-      colours.set(colourAt((sign * shade) / (SHADE_COUNT - 1), isDark), 3 * shade);
-    }
-    return colours;
-  };
+  const createRamp = (sign) =>
+    Array.from({ length: SHADE_COUNT }, (_, shade) => [
+      ...Uint8ClampedArray.from(colourAt((sign * shade) / (SHADE_COUNT - 1), isDark)),
+    ]);
   if (!palettes.has(isDark)) palettes.set(isDark, { up: createRamp(1), down: createRamp(-1) });
   return palettes.get(isDark);
 }

@@ -1,6 +1,7 @@
 // Shows thumbnails of all heads; a click on one selects it for the heat map.
 
 import { h } from "../dom.js";
+import { isDark } from "../theme.js";
 import { drawThumbnail } from "./heatmap.js";
 
 const MAX_HEADS = 64;
@@ -13,7 +14,11 @@ const MAX_HEADS = 64;
  * @returns {(weights: {rows, cols, stack, shape, numbers}, head: number) => void}
  */
 export function createHeadGrid(root, onSelect) {
+  let shown = {};
   return (weights, head) => {
+    const isSame = shown.weights === weights && shown.isDark === isDark();
+    shown = { weights, isDark: isDark() };
+    if (isSame) return markHead(root, head);
     root.hidden = weights.stack < 2;
     if (root.hidden) return root.replaceChildren();
     const size = weights.rows * weights.cols;
@@ -46,6 +51,11 @@ export function createHeadGrid(root, onSelect) {
       ...(hiddenCount ? [h("p", { class: "hint" }, `${hiddenCount} more are not shown.`)] : []),
     );
   };
+}
+
+function markHead(root, head) {
+  for (const [index, button] of root.querySelectorAll("button").entries())
+    button.setAttribute("aria-pressed", String(index === head));
 }
 
 /**
