@@ -102,6 +102,9 @@ def _section(variant: Variant) -> Iterator[str]:
     yield "\n| output | shape | dtype |\n| --- | --- | --- |"
     for name, spec in description["outputs"].items():
         yield f"| `{name}` | ({', '.join(spec['shape'])}) | {spec['dtype']} |"
+    if description["steps"]:
+        yield "\n| step | shape | part of the formula | meaning |\n| --- | --- | --- | --- |"
+        yield from map(_step_row, description["steps"]["names"])
     if properties := description["parameters"]["properties"]:
         yield "\n| parameter | values | default | meaning |\n| --- | --- | --- | --- |"
     for name, schema in properties.items():
@@ -111,6 +114,14 @@ def _section(variant: Variant) -> Iterator[str]:
     if description["refuses"]:
         yield "\n| not accepted | reason |\n| --- | --- |"
     yield from (f"| `{name}` | {_cell(why)} |" for name, why in description["refuses"].items())
+
+
+def _step_row(step: Mapping[str, Any]) -> str:
+    """Returns the row of a step, with the inputs and parameters that it needs."""
+    symbol = "" if step["symbol"] is None else _code(step["symbol"])
+    needs = " or ".join(f"`{name}`" for name in step["needs"])
+    meaning = _cell(step["summary"]) + (f" Only with {needs}." if needs else "")
+    return f"| `steps.{step['name']}` | ({', '.join(step['axes'])}) | {symbol} | {meaning} |"
 
 
 def _values(schema: Mapping[str, Any]) -> str:

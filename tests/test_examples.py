@@ -17,7 +17,7 @@ from support import minilm
 from support.paths import ROOT
 
 FOLDER = ROOT / "examples"
-NAMES = ("which-heads", "oracle", "seeds", "checkpoint", "decoding")
+NAMES = ("which-heads", "oracle", "seeds", "checkpoint", "decoding", "lessons")
 MAX_BYTES = 400_000
 SENTENCES = (FOLDER / "sentences.txt").read_text().splitlines()
 PAIRS = 16

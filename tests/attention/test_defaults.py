@@ -292,6 +292,9 @@ WRONG: Final = {
     + "def reference(query, key, value):\n"
     "    return NamedTuple('R', [('output', Tensor)])(attend(query / 1.01 / 1.01, key, value))\n",
     "weights": PLAIN.replace("@ value.", "@ value.square()."),
+    "steps": PLAIN + "from qkv.attention.step import Step\n"
+    "STEPS = (Step('output', 'B H L E', None, 'Too large.'),)\n"
+    "def steps(query, key, value):\n    return {'output': 1.01 * attend(query, key, value)}\n",
     "stochastic rows": PLAIN.replace("torch.softmax(scores, -1)", "scores.exp()"),
     "hard inputs": PLAIN.replace(
         "torch.softmax(scores, -1)", "(scores.exp() / scores.exp().sum(-1, keepdim=True))"

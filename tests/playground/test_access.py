@@ -25,6 +25,7 @@ def unfold(page: Page) -> None:
     """Opens every section and every `details` element."""
     unfold_sections(page)
     page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
+    expect(page.locator("#gradients")).not_to_have_attribute("aria-busy", "true")
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -197,7 +197,7 @@ def test_api_key_is_read_from_the_environment(
     assert "output\n(2, 2)" in printed
 
 
-def test_comparison_and_sweep_can_be_copied(
+def test_gradients_comparison_and_sweep_can_be_copied(
     written: Callable[..., str], server: Server, tmp_path: Path
 ) -> None:
     variants = ["linear", {"variant": "taylor", "parameters": {"causal": True}}]
@@ -208,10 +208,15 @@ def test_comparison_and_sweep_can_be_copied(
     assert [entry["variant"] for entry in response["variants"]] == ["linear", "taylor"]
     events = bash(written("curl", "/v1/sweep", swept)).stdout
     assert events.count("event: cell") == 4
-    comparison, sweep = python(
+    derived = {"inputs": {**inputs, "grad_output": _LISTS["query"]}, "dtype": "float64"}
+    comparison, sweep, gradients = python(
         tmp_path,
         written("python", "/v1/compare", compared),
         written("python", "/v1/sweep", swept),
+        written("python", "/v1/gradients/softmax", derived),
     )
     assert all(name in comparison for name in ("softmax", "linear", "taylor"))
     assert sweep.count("median_ms=") == 4
+    expected = server.http.post("/v1/gradients/softmax", json=derived).json()["gradients"]
+    for name, lists in expected.items():
+        assert f"{name}\n(2, 2)\n{np.array(lists)}" in gradients

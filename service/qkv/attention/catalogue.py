@@ -16,6 +16,7 @@ from typing import Any
 from qkv.attention import variant_file
 from qkv.attention.identity_weights import weights_letters
 from qkv.attention.signature import Input, Output, read_signature
+from qkv.attention.step import MAX_BYTES, MAX_ITEMS, MAX_TOKENS, read_steps
 from qkv.attention.variant import Variant
 from qkv.attention.variant_file import BrokenRule, BrokenVariant
 from qkv.errors import NotFound
@@ -104,6 +105,7 @@ def read_module(module: ModuleType, path: Path) -> Variant:
     try:
         variant_file.check_texts(module)
         signature = read_signature(module, path.stem)
+        steps = read_steps(module, signature)
     except BrokenRule as error:
         raise BrokenVariant(path, str(error)) from None
     outputs, output = dict(signature.outputs), signature.outputs["output"]
@@ -119,6 +121,7 @@ def read_module(module: ModuleType, path: Path) -> Variant:
         returned=None if signature.returns_tensor else frozenset(signature.outputs),
         from_engine=signature.from_engine,
         state=signature.state,
+        steps=steps,
     )
 
 
@@ -154,12 +157,21 @@ def describe(variant: Variant) -> dict[str, Any]:
             i.name: {"shape": list(i.letters), "dtype": _dtype_of_state(i)}
             for i in (variant.state.inputs.values() if variant.state else ())
         },
+        "steps": _describe_steps(variant),
         "gradients": [
             i.name
             for i in variant.inputs.values()
             if variant.backward is not None and "float32" in i.dtypes
         ],
     }
+
+
+def _describe_steps(variant: Variant) -> dict[str, Any] | None:
+    """Returns the steps and their bounds as JSON; None for a variant without steps."""
+    if not variant.steps:
+        return None
+    bounds = {"max_tokens": MAX_TOKENS, "max_items": MAX_ITEMS, "max_bytes": MAX_BYTES}
+    return bounds | {"names": [step.describe() for step in variant.steps.values()]}
 
 
 def _dtype_of_state(spec: Input) -> str:

@@ -21,6 +21,7 @@ from qkv.attention.sample_inputs import (
     to_float64,
 )
 from qkv.attention.signature import fixed_size
+from qkv.attention.step import STEPS
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent
 
@@ -171,6 +172,32 @@ def _weights(variant: Variant) -> str | None:
             msg=lambda text: f"blocks of rows are not the whole matrix: {text}",
         )  # fmt: skip
     return None if variant.has_row_blocks else "computed with the identity as values"
+
+
+def _steps(variant: Variant) -> str:
+    """Checks names, shapes and symbols of the steps, and that the last one is the output."""
+    if not variant.steps:
+        raise Skipped("it has no `steps`")
+    for step in variant.steps.values():
+        if step.symbol is not None and step.symbol not in variant.formula:
+            raise Violation(
+                f"the symbol of {step.name} is no part of the formula: got {step.symbol!r}, "
+                f"expected a part of {variant.formula!r}"
+            )
+    sizes, tensors = sample(variant, torch.float64)
+    given = [i.name for i in variant.inputs.values() if i.argument in tensors]
+    found = variant.compute_steps(**variant.random_inputs(tensors))
+    for name in variant.group_names(variant.parse({}), given)["steps"]:
+        if name not in found:
+            raise Violation(f"`steps` does not return {name}: got {', '.join(found)}")
+        shape = tuple(sizes[x] for x in variant.steps[name].letters)
+        _check_tensor(name, found[name], shape, None)
+    output = output_of(variant, tensors)
+    bound = math.sqrt(torch.finfo(torch.float64).eps) * max(1.0, float(output.abs().max()))
+    error = float((found[f"{STEPS}output"] - output).abs().max())
+    if not error <= bound:
+        raise Violation(f"the last step is off the output by {error:.1e}: expected {bound:.1e}")
+    return f"{len(variant.steps)} steps"
 
 
 def _stochastic(variant: Variant) -> str | None:
@@ -331,6 +358,7 @@ CHECKS: Final[Mapping[str, Callable[[Variant], str | None]]] = {
     "shapes and dtypes": _shapes_and_dtypes,
     "accuracy": _accuracy,
     "weights": _weights,
+    "steps": _steps,
     "stochastic rows": _stochastic,
     "gradients": _gradients,
     "flops": _flops,

@@ -10,7 +10,7 @@ import inspect
 import math
 import typing
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import ModuleType
 from typing import Any, Final
@@ -23,6 +23,7 @@ from qkv.attention import defaults, variant_file
 from qkv.attention.identity_weights import IdentityWeights
 from qkv.attention.json_integers import takes_integers, to_integer
 from qkv.attention.signature import STATE, TAIL, VERSION, Input, Output, State
+from qkv.attention.step import STEPS, Step
 from qkv.errors import InvalidContent, format_value, pointer_to
 
 __all__ = ["Variant"]
@@ -40,6 +41,7 @@ class Variant:
         returned: the outputs that `attend` returns; None: it returns the output itself.
         from_engine: the arguments of `attend` that the engine passes.
         state: what `attend` takes and returns of the tokens before; None: nothing.
+        steps: the tensors between inputs and output, `steps.<name>`, in order; empty: none.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Variant:
     returned: frozenset[str] | None
     from_engine: frozenset[str]
     state: State | None = None
+    steps: Mapping[str, Step] = field(default_factory=dict)
 
     @cached_property
     def has_notes(self) -> bool:
@@ -61,6 +64,25 @@ class Variant:
     def tensors(self) -> Mapping[str, Input]:
         """The inputs, and the tensors of a state."""
         return self.inputs if self.state is None else {**self.inputs, **self.state.inputs}
+
+    @cached_property
+    def groups(self) -> Mapping[str, Mapping[str, Input | Step]]:
+        """The outputs that are not those of `attend`, by the name that a request has for all."""
+        state = {} if self.state is None else self.state.inputs
+        return {n: specs for n, specs in (("state", state), ("steps", self.steps)) if specs}
+
+    def group_names(
+        self, parameters: pydantic.BaseModel, inputs: Collection[str]
+    ) -> dict[str, list[str]]:
+        """Returns the names of each group that a request may have, in their order.
+
+        Args:
+            parameters: those of the request.
+            inputs: the names of its tensors.
+        """
+        steps = [name for name, step in self.steps.items() if step.exists(parameters, inputs)]
+        groups = {"state": self.state_names(parameters), "steps": steps}
+        return {group: names for group, names in groups.items() if names}
 
     def state_names(self, parameters: pydantic.BaseModel) -> list[str]:
         """Returns the names of the tensors of a state for these parameters, in their order."""
@@ -192,6 +214,16 @@ class Variant:
             for n, v in arguments.items()
         }
         return self.attend(**wide, outputs=frozenset(self.outputs))
+
+    def compute_steps(self, **arguments: Any) -> dict[str, Tensor]:
+        """Computes the steps in float64, by the names of their outputs.
+
+        Args:
+            **arguments: as `attend` takes them, floating tensors in float64, without a state; with
+                `plane_BH` if the variant takes it.
+        """
+        steps = self.module.steps(**_accepted(self.module.steps, arguments))
+        return {STEPS + name: tensor for name, tensor in steps.items()}
 
     def _compute_output(self, **arguments: Any) -> Tensor:
         output: Tensor = self.attend(**arguments, outputs=_OUTPUT).output

@@ -70,6 +70,15 @@ class Run:
         """
         return {n: array for n, array in self.outputs.items() if n.startswith("state.")}
 
+    @property
+    def steps(self) -> dict[str, Any]:
+        """The tensors between inputs and output, in the order of computation.
+
+        Their names are those in the catalogue; the dict is empty if the run did not return them.
+        """
+        prefix = "steps."
+        return {n.removeprefix(prefix): a for n, a in self.outputs.items() if n.startswith(prefix)}
+
     def figure(
         self,
         *,

@@ -19,6 +19,7 @@ from qkv.attention.signature import STATE, VERSION
 from qkv.engine import layer_pass
 from qkv.engine.device.device import Device
 from qkv.engine.layer_pass import GRADIENT, LayerTensors
+from qkv.engine.step_tensors import compute_steps
 from qkv.engine.weight_blocks import compute_weight_form
 from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
 from qkv.jobs.measure.probe_plans import (
@@ -168,9 +169,9 @@ def _defer_size_checks(plan: Plan, projected: Mapping[str, Tensor]) -> None:
 
 def _attend(plan: Plan, arguments: Mapping[str, Any], weights: LayerTensors) -> Outputs:
     """Returns the outputs of a plan, its form of the weights included."""
-    computed, summary, backend = {}, {}, "blocks"
+    computed, summary, sizes = {}, {}, plan.inputs.axes.sizes
+    backend = "blocks" if plan.form.is_summary else "steps"
     if plan.form.is_summary:
-        sizes = plan.inputs.axes.sizes
         known = plan.variant.for_weights(arguments)
         summary = compute_weight_form(plan.variant, plan.form, known, plan.parameters, sizes)
     if plan.attend_outputs:
@@ -183,6 +184,9 @@ def _attend(plan: Plan, arguments: Mapping[str, Any], weights: LayerTensors) -> 
         backend = getattr(result, "backend", "explicit")
     if plan.inputs.layer is not None and "output" in computed:
         computed["output"] = layer_pass.project_output(computed["output"], weights)
+    if plan.has_steps:
+        names = [name for name in plan.output_specs if name in plan.variant.steps]
+        computed |= compute_steps(plan.variant, names, arguments, sizes)
     return computed | summary if summary else computed, backend
 
 

@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 from qkv.attention.common.guards import are_deferred, of_items
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
-from qkv.attention.signature import STATE, Input
 from qkv.attention.variant import Variant
+from qkv.engine.item_arguments import Planes, place_planes, slice_arguments
 from qkv.jobs import weight_forms
 from qkv.jobs.axis_sizes import HEADS
 from qkv.jobs.weight_forms import WeightForm
@@ -86,9 +86,7 @@ def compute_weight_form(
     first = next(i for i in variant.inputs.values() if "B" in i.letters and not i.is_optional)
     first_tensor = arguments[first.argument]
     sizes = {**sizes, "B": first_tensor.shape[first.letters.index("B")]}
-    if variant.takes_plane and arguments.get("plane_BH") is None:
-        place = torch.arange(sizes["B"] * sizes["H"], device=first_tensor.device)
-        arguments["plane_BH"] = place.view(sizes["B"], sizes["H"])
+    arguments = place_planes(variant, arguments, sizes, first_tensor.device)
     form_sizes = weight_forms.form_sizes(form, weights, sizes)
     dtype = score_dtype(first_tensor.dtype)
     query, parts = weight_forms.query_axis(weights), weight_forms.form_tensors(form.kind, weights)
@@ -112,7 +110,7 @@ def compute_weight_form(
     if not variant.has_row_blocks:  # its `attend` may depend on the number of a head
         planes = max(planes, sizes.get("H", 1))
     for places in _plane_blocks(sizes, weights.letters, max(1, planes)):
-        block_arguments = _slice_arguments(variant, arguments, sizes, places)
+        block_arguments = slice_arguments(variant, arguments, sizes, places)
         into = {n: t[_index(places, parts[n].letters)] for n, t in tensors.items()}
         with of_items(places[0]):
             if attends:
@@ -138,17 +136,14 @@ def _rows_of(whole_B1S: Tensor, rows: slice) -> Tensor:
     return whole_B1S[:, rows]
 
 
-_Planes = tuple[slice, slice]  # batch items, heads
-
-
-def _plane_count(places: _Planes) -> int:
+def _plane_count(places: Planes) -> int:
     items, heads = places
     return int((items.stop - items.start) * (heads.stop - heads.start))
 
 
 def _plane_blocks(
     sizes: Mapping[str, int], letters: tuple[str, ...], at_once: int
-) -> Iterator[_Planes]:
+) -> Iterator[Planes]:
     """Yields all batch items and heads, at most `at_once` planes at a time.
 
     A step has whole items if possible; else whole groups of heads that read the same heads of
@@ -169,40 +164,10 @@ def _plane_blocks(
                 yield slice(b, b + 1), slice(start, min(heads.stop, start + step))
 
 
-def _index(places: _Planes, letters: tuple[str, ...]) -> tuple[slice, ...]:
+def _index(places: Planes, letters: tuple[str, ...]) -> tuple[slice, ...]:
     """Returns the index of these items and heads in a tensor with these axes."""
     where = dict(zip("BH", places, strict=True))
     return tuple(where.get(letter, slice(None)) for letter in letters)
-
-
-def _slice_arguments(
-    variant: Variant, arguments: Mapping[str, Any], sizes: Mapping[str, int], places: _Planes
-) -> dict[str, Any]:
-    """Returns the arguments of these items and heads only."""
-    items, heads = places
-    where = {"B": items}
-    for letter in HEADS & sizes.keys() if "H" in sizes else ():
-        K = sizes["H"] // sizes[letter]
-        where[letter] = slice(heads.start // K, -(-heads.stop // K))
-
-    def cut(spec: Input, tensor: Tensor) -> Tensor:
-        axes = zip(spec.letters, tensor.shape, strict=True)
-        return tensor[
-            tuple(slice(None) if n == 1 else where.get(letter, slice(None)) for letter, n in axes)
-        ]
-
-    sliced = dict(arguments)
-    for spec in variant.inputs.values():
-        if (tensor := arguments.get(spec.argument)) is not None:
-            sliced[spec.argument] = cut(spec, tensor)
-    if variant.state is not None and (past := arguments.get(variant.state.argument)) is not None:
-        fields = {n: x for n, x in past._asdict().items() if x is not None}
-        specs = variant.state.inputs
-        cuts = {n: cut(specs[f"{STATE}{n}"], x) for n, x in fields.items()}
-        sliced[variant.state.argument] = past._replace(**cuts)
-    if variant.takes_plane:
-        sliced["plane_BH"] = arguments["plane_BH"][items, heads]
-    return sliced
 
 
 def _keep_rows(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from qkv.attention.signature import STATE, Input, Output, fixed_size
+from qkv.attention.step import Step
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent
 
@@ -32,7 +33,7 @@ class AxisSizes(NamedTuple):
     sizes: dict[str, int]
     omitted: frozenset[str]
 
-    def output_shape(self, output: Output | Input) -> Shape:
+    def output_shape(self, output: Output | Input | Step) -> Shape:
         """Returns the shape of an output in the response."""
         omitted = self.omitted if len(output.letters) > 1 else ()  # a list at any rank
         return tuple(self.sizes[x] for x in output.letters if x not in omitted)

@@ -12,6 +12,7 @@ from qkv.attention.layers.layer import SLOPES, Layer
 from qkv.attention.layers.layer_checks import check_numbers
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.signature import STATE, Input, Output
+from qkv.attention.step import Step
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, pointer_to
 from qkv.jobs import state
@@ -148,7 +149,7 @@ class Inputs(NamedTuple):
             total += sum(t.nbytes for t in self.layer.tensors.values())
         return total
 
-    def output_shape(self, output: Output | Input) -> tuple[int, ...]:
+    def output_shape(self, output: Output | Input | Step) -> tuple[int, ...]:
         """Returns the shape of an output in the response, where a layer's heads are merged."""
         if isinstance(output, Output) and output.name == "output" and self.layer is not None:
             shape = self.block_shape(output)

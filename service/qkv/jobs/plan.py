@@ -13,6 +13,7 @@ import pydantic
 from qkv.attention import catalogue
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.signature import STATE, VERSION
+from qkv.attention.step import STEPS
 from qkv.attention.variant import Variant
 from qkv.errors import PayloadTooLarge
 from qkv.jobs import plan_codec, state, weight_forms
@@ -22,6 +23,7 @@ from qkv.jobs.inputs import Inputs
 from qkv.jobs.layer_inputs import find_loaded
 from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
 from qkv.jobs.run_fields import RunFields, parse_parameters, select_outputs, unused_parameters
+from qkv.jobs.steps import check_steps
 from qkv.jobs.weight_forms import FULL, WeightForm
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.message import Message
@@ -109,14 +111,16 @@ class Plan:
         loaded = find_loaded(fields, message, limits.layers)
         parameters = parse_parameters(variant, fields, loaded)
         form = weight_forms.parse(fields.weights)
-        outputs = select_outputs(variant, parameters, fields, form)
         inputs = Inputs.from_message(variant, parameters, fields, message, loaded)
+        outputs = select_outputs(variant, parameters, fields, form, inputs.names)
         state.check_tokens(variant, inputs.axes.sizes, sorted(outputs))
         if form.is_summary:
             weight_forms.check(form, variant.name, variant.outputs["weights"], inputs.axes.sizes)
         plan = cls(variant, parameters, inputs, outputs, form if "weights" in outputs else FULL)
         if plan.has_state:
             state.check_fit(variant, parameters, inputs.axes.sizes, inputs.layer)
+        if plan.has_steps:
+            check_steps(inputs.axes.sizes, plan.steps_nbytes, inputs.specs)
         plan.check_size(limits)
         return plan
 
@@ -231,6 +235,8 @@ class Plan:
         """Returns the dtype of an output in the response."""
         if output.startswith(STATE):
             return self._dtype_of_state(output)
+        if output.startswith(STEPS):
+            return "float64"
         if self.variant.outputs[output].is_exact:
             return "float64" if self.inputs.dtype == "float64" else "float32"
         return self.inputs.dtype
@@ -243,13 +249,25 @@ class Plan:
 
     def output_shape(self, output: str) -> tuple[int, ...]:
         """Returns the shape of an output in the response."""
-        specs = self.variant.tensors if output.startswith(STATE) else self.variant.outputs
+        groups = self.variant.groups.values()
+        specs = next((specs for specs in groups if output in specs), self.variant.outputs)
         return self.inputs.output_shape(specs[output])
 
     @cached_property
     def has_state(self) -> bool:
         """True if the request brings a state or asks for one."""
         return any(n.startswith(STATE) for n in (*self.inputs.specs, *self.outputs))
+
+    @cached_property
+    def has_steps(self) -> bool:
+        """True if the request asks for steps."""
+        return any(n.startswith(STEPS) for n in self.outputs)
+
+    @property
+    def steps_nbytes(self) -> int:
+        """Bytes of all steps that the request may ask for."""
+        names = (n for n in self.output_names if n.startswith(STEPS))
+        return sum(nbytes(self.dtype_of(n), self.output_shape(n)) for n in names)
 
     @cached_property
     def state_version(self) -> list[int]:
@@ -276,7 +294,8 @@ class Plan:
         """
         pairs = math.prod(self.inputs.axes.sizes.get(letter, 1) for letter in "BHLS")
         return (
-            self.flops < _SMALL_FLOPS
+            not self.has_steps
+            and self.flops < _SMALL_FLOPS
             and self.bytes < SMALL_BYTES
             and max(self.score_count, pairs) < _SMALL_SCORES
         )
@@ -321,7 +340,8 @@ class Plan:
     @property
     def output_names(self) -> Sequence[str]:
         """The names that outputs may have, in the order of a response."""
-        return [*self.variant.outputs, *self.variant.state_names(self.parameters)]
+        groups = self.variant.group_names(self.parameters, self.inputs.names)
+        return [*self.variant.outputs, *(n for names in groups.values() for n in names)]
 
     @property
     def uses_sdpa(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import pydantic
@@ -24,7 +25,7 @@ class RunFields(JobFields):
         list[str] | None,
         pydantic.Field(
             description="The names of the outputs to return. By default output, and weights if the "
-            "variant has them. state stands for all tensors of the state."
+            "variant has them. state and steps stand for all tensors whose names begin with them."
         ),
     ] = None
     weights: Annotated[
@@ -79,9 +80,15 @@ def _checkpoint_parameters(variant: Variant, layer: Layer) -> dict[str, Any]:
 
 
 def select_outputs(
-    variant: Variant, parameters: pydantic.BaseModel, fields: RunFields, form: WeightForm
+    variant: Variant,
+    parameters: pydantic.BaseModel,
+    fields: RunFields,
+    form: WeightForm,
+    inputs: Collection[str],
 ) -> frozenset[str]:
-    """Returns the names of the outputs that a request asks for, `state` as those of its tensors.
+    """Returns the names of the outputs that a request asks for.
+
+    `state` and `steps` stand for their tensors. `inputs` are the names of the request's tensors.
 
     Raises:
         InvalidContent: an output is unknown or named twice, or does not fit the form.
@@ -92,8 +99,8 @@ def select_outputs(
     if named is None:
         named = [n for n in ("output", "weights") if n in variant.outputs]
         return frozenset(named) - ({"weights"} if form == NONE else set())
-    state = variant.state_names(parameters)
-    known = [*variant.outputs, *(["state", *state] if state else [])]
+    groups = variant.group_names(parameters, inputs)
+    known = [*variant.outputs, *(n for group, names in groups.items() for n in (group, *names))]
     for i, name in enumerate(named):
         if name not in known:
             raise InvalidContent(
@@ -111,7 +118,9 @@ def select_outputs(
             f"weights is {format_value(form.as_json)}, but outputs does not name weights",
             pointer="/weights",
         )
-    found = frozenset(named) - {"state"} | ({*state} if "state" in named else set())
+    found, state = frozenset(named), groups.get("state", [])
+    for group in found & groups.keys():
+        found = found - {group} | {*groups[group]}
     if found & {*state} and (missing := [n for n in state if n not in found and n != VERSION]):
         raise InvalidContent(
             f"outputs lacks {missing[0]}, without which the state cannot be continued: expected "

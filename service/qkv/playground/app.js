@@ -4,21 +4,21 @@ import { get } from "./api.js";
 import { createCapturedPanel } from "./captured/captured_panel.js";
 import { createCheckpointPanel } from "./checkpoint/checkpoint_panel.js";
 import { createLoadedLayers } from "./checkpoint/loaded_layers.js";
-import { createComparePanel } from "./compare/compare_panel.js";
-import { createSweepPanel } from "./compare/sweep_panel.js";
-import { createDifferencePanel } from "./compare/weights_difference.js";
+import { createComparisons } from "./compare/comparisons.js";
 import { createRequestPanel } from "./copy/request_panel.js";
 import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
+import { createGradientsPanel } from "./gradients/gradients_panel.js";
 import { listenToTerms } from "./glossary.js";
 import { createExampleSelect } from "./inputs/example_select.js";
 import { EXAMPLES } from "./inputs/examples.js";
 import { formatLabels, labelsOfSequence, parseLabels } from "./inputs/labels.js";
-import { createControls, showCausalNote } from "./inputs/parameter_form.js";
 import { applyRequest } from "./inputs/pasted_request.js";
 import { inputFiles, missingInputs } from "./inputs/request_inputs.js";
 import { createTensorList } from "./inputs/tensor_list.js";
 import { keptLayer } from "./inputs/tensor_queue.js";
+import { createVariantForm } from "./inputs/variant_form.js";
+import { createLessonPanel } from "./lessons/lesson_panel.js";
 import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
@@ -43,10 +43,7 @@ const showRequest = (purpose, request) =>
   updateRequestPanel(purpose, { ...request, files: inputFiles(state.tensors) });
 const pageHistory = createPageHistory(
   state,
-  (fragment, kept, layout) => {
-    const { fields, note, className } = openLink(fragment, kept, state.variants);
-    showState({ ...fields, ...layout }, note, className);
-  },
+  (fragment, kept, layout) => showLink(fragment, kept, layout),
   (canUndo) => (findById("undo").disabled = !canUndo),
 );
 const pageLayout = createPageLayout(state, pageHistory.amend);
@@ -61,18 +58,27 @@ const weightsPanel = createWeightsPanel(state, {
   onCall,
   announce,
 });
-const differencePanel = createDifferencePanel(findById("difference"), state, {
+const gradientsPanel = createGradientsPanel(state, {
+  onChange: pageHistory.record,
+  onCall,
+  onRequest: (request) => showRequest("gradients", request),
+  announce,
+});
+const comparisons = createComparisons(state, {
   onCall,
   onPoint: weightsPanel.showReadout,
-  onChoose: pageHistory.record,
-});
-const comparePanel = createComparePanel(findById("comparison"), state, {
-  onRequest: (body) => showRequest("comparison", { path: "/v1/compare", body }),
-  onChoose: pageHistory.record,
-});
-const sweepPanel = createSweepPanel(findById("sweep"), state, {
+  onChange: pageHistory.record,
+  onRequest: showRequest,
   announce,
-  onRequest: (body) => showRequest("sweep", { path: "/v1/sweep", body }),
+});
+const lessonPanel = createLessonPanel({
+  onStop: (lesson) => {
+    if (lesson) return showLink(`lesson=${lesson.id}&stop=${lesson.stop}`, null, state);
+    state.lesson = null;
+    lessonPanel.show(null);
+    pageHistory.record();
+  },
+  onMeasure: comparisons.measure,
 });
 const showExample = createExampleSelect({
   onExample: (example) => useExample(example),
@@ -84,6 +90,7 @@ const runSoon = () => {
   runDebounced();
   pageHistory.record();
 };
+const showVariant = createVariantForm(state, () => runSoon());
 const tensorList = createTensorList(state, {
   onAdd: (tensors, { isAdded, request, labels }) => {
     if (request) checkpoint.close();
@@ -156,20 +163,7 @@ function leaveExample() {
 /** Updates the controls to the state, then runs. */
 function applyState() {
   runSoon();
-  const { variant } = state;
-  findById("variant").value = variant.variant;
-  setText(findById("variant-about"), variant.summary);
-  setText(findById("formula"), variant.formula);
-  const updateNote = () => {
-    if (!missingInputs(state).length) showCausalNote(buildRequest(state), state.parameters);
-  };
-  findById("parameters").replaceChildren(
-    createControls(variant.parameters.properties, state.parameters, () => {
-      updateNote();
-      runSoon();
-    }),
-  );
-  updateNote();
+  showVariant();
   tensorList.show();
   loadedLayers.show(state.layer);
 }
@@ -181,6 +175,14 @@ function showState(fields, note, className) {
   pageLayout.show();
   showOwn(note, className);
   applyState();
+}
+
+/** Shows the state of a fragment, in the layout that the page has; a lesson opens its own sections. */
+function showLink(fragment, kept, layout) {
+  const { fields, note, className } = openLink(fragment, kept, state.variants);
+  const stays = fields.lesson && layout ? { isPresenting: layout.isPresenting } : layout;
+  showState({ ...fields, ...stays }, note, className);
+  lessonPanel.show(state.lesson);
 }
 
 const useExample = (example) => showState(stateOfExample(example, state.variants), example.about);
@@ -199,6 +201,7 @@ function chooseVariant(name) {
 function expectRun() {
   view = null; // its numbers must not get the labels of the next
   weightsPanel.clear();
+  gradientsPanel.clear();
   runDebounced.cancel();
   running?.abort();
   running = new AbortController();
@@ -224,10 +227,8 @@ async function run() {
     showRequest("weights", { path: request.path, body: heatmapBody(request) });
     setText(findById("status"), summary.describeRun(view));
     draw();
-    pageLayout.whenOpen("compare", () => {
-      differencePanel.update(newView);
-      comparePanel.update(request);
-    });
+    pageLayout.whenOpen("compare", () => comparisons.update(newView));
+    lessonPanel.arrive();
     if (!newView.fetchStats) return;
     newView.stats = await newView.fetchStats();
     if (!signal.aborted) draw();
@@ -246,12 +247,14 @@ function draw() {
   if (!view) return;
   summary.showNotes(view, state);
   weightsPanel.draw(view);
+  gradientsPanel.show(view);
+  pageLayout.whenOpen("gradients", gradientsPanel.load);
 }
 
 /** Draws the maps for another head or other labels. */
 function redraw() {
   draw();
-  differencePanel.draw();
+  comparisons.draw();
   pageHistory.record();
 }
 
@@ -271,10 +274,8 @@ function listen() {
 
 function start() {
   listenToTheme(findById("theme"), () => {
-    for (const one of [weightsPanel, differencePanel.map, captured]) one.repaint(view);
+    for (const one of [weightsPanel, gradientsPanel, comparisons, captured]) one.repaint(view);
   });
-  const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important
-  for (const part of document.querySelectorAll("form > details")) part.open = !isNarrow;
   listen();
   listenToTerms();
   listenToSectionLinks(pageLayout.openSection);
@@ -292,7 +293,7 @@ async function loadCatalogue() {
     return showProblem(error);
   }
   findById("variant").append(...[...state.variants.keys()].map((name) => new Option(name)));
-  sweepPanel.update();
+  comparisons.start();
   pageHistory.start();
 }
 

@@ -11,6 +11,8 @@ import { createSections } from "./sections.js";
  * @param {(change: () => void) => void} amend called with a change of the layout
  */
 export function createPageLayout(state, amend) {
+  const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important
+  for (const part of document.querySelectorAll("form > details")) part.open = !isNarrow;
   const change = (fields) =>
     amend(() => {
       Object.assign(state, fields);

@@ -3,8 +3,11 @@
 import { EXAMPLES, findExample } from "./inputs/examples.js";
 import { missingInputs } from "./inputs/request_inputs.js";
 
-/** Fields of the tensors; `place` is that of a head of a captured model. */
-export const NEW_TENSORS = { labels: [], head: 0, selectedRow: null, place: null };
+/**
+ * Fields of the tensors. `entry`: the row and channel of the output whose gradients are shown, null:
+ * the default one. `place`: that of a head of a captured model.
+ */
+export const NEW_TENSORS = { labels: [], head: 0, selectedRow: null, entry: null, place: null };
 
 /** Fields of a pasted request. */
 export const NO_REQUEST = { layer: null, dtype: null, pool: null };
@@ -19,6 +22,7 @@ export const NEW_VIEW = {
   isPresenting: false, // the presenter view
   open: [], // names of the sections that the user unfolded
   closed: [], // names of those that the user folded
+  lesson: null, // the stop of a lesson: {id, stop, fragment}
 };
 
 /** Creates the state of a page without tensors. */

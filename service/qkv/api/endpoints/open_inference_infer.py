@@ -244,11 +244,11 @@ def _parse_fields(
     }
     requested = fields.outputs or [_RequestedOutput(name=default_output(variant))]
     outputs = [output.name for output in requested]
-    if "state" in outputs and variant.state is not None:
-        raise InvalidContent(
-            "outputs names state: expected each of its tensors, such as "
-            f"{', '.join(variant.state.inputs)}"
-        )
+    for group, specs in variant.groups.items():
+        if group in outputs:
+            raise InvalidContent(
+                f"outputs names {group}: expected each of its tensors, such as {', '.join(specs)}"
+            )
     binary = {o.name for o in requested if _is_binary(o, protocol_parameters.binary_data_output)}
     run_fields: dict[str, Any] = {"parameters": variant_parameters, "outputs": outputs}
     if model.layer is not None:

@@ -29,7 +29,7 @@ from qkv.api.openapi.operation import in_json
 from qkv.api.openapi.response_schemas import response_schema
 from qkv.api.openapi.schemas import either
 from qkv.attention import catalogue
-from qkv.attention.signature import Input, Output, fixed_size
+from qkv.attention.signature import fixed_size
 from qkv.engine.job_executor import JobExecutor
 from qkv.errors import QkvError, ServiceUnavailable
 from qkv.jobs.state import SUMS
@@ -237,7 +237,7 @@ def _metadata(model: Model) -> ModelMetadata:
             InputMetadata(
                 spec.name,
                 _datatype(spec.dtypes),
-                _sizes(spec),
+                _sizes(spec.letters),
                 InputParameters(
                     [DATATYPES[d] for d in spec.dtypes], list(spec.letters), spec.is_optional
                 ),
@@ -246,12 +246,12 @@ def _metadata(model: Model) -> ModelMetadata:
         ),
         outputs=tuple(
             OutputMetadata(
-                spec.name,
+                name,
                 datatype,
-                _sizes(spec),
-                OutputParameters(list(spec.letters), spec.name != default_output(model.variant)),
+                _sizes(letters),
+                OutputParameters(list(letters), name != default_output(model.variant)),
             )
-            for spec, datatype in _outputs(model)
+            for name, letters, datatype in _outputs(model)
         ),
     )
 
@@ -267,11 +267,12 @@ def _config(model: Model, engine: JobExecutor, instances: int) -> ModelConfig:
         version_policy=VersionPolicy({"num_versions": 1}),
         max_batch_size=0,
         input=tuple(
-            InputConfig(i.name, f"TYPE_{_datatype(i.dtypes)}", _sizes(i), i.is_optional)
+            InputConfig(i.name, f"TYPE_{_datatype(i.dtypes)}", _sizes(i.letters), i.is_optional)
             for i in model.inputs
         ),
         output=tuple(
-            OutputConfig(o.name, f"TYPE_{datatype}", _sizes(o)) for o, datatype in _outputs(model)
+            OutputConfig(name, f"TYPE_{datatype}", _sizes(letters))
+            for name, letters, datatype in _outputs(model)
         ),
         instance_group=(
             ModelInstances(
@@ -298,18 +299,22 @@ def _statistics(models: ModelStats, *names: str) -> StatisticsResponse:
     )
 
 
-def _outputs(model: Model) -> list[tuple[Input | Output, str]]:
-    """Returns the outputs and the tensors of the state, with the datatype to report of each."""
-    state = {} if model.variant.state is None else model.variant.state.inputs
-    outputs: list[tuple[Input | Output, str]] = [(o, "FP32") for o in model.outputs]
-    return outputs + [
-        (s, "FP64" if s.name == SUMS else _datatype(s.dtypes)) for s in state.values()
+def _outputs(model: Model) -> list[tuple[str, tuple[str, ...], str]]:
+    """Returns name, axes and datatype of each output, those of a state and the steps included."""
+    groups = model.variant.groups.values()
+    return [
+        *((o.name, o.letters, "FP32") for o in model.outputs),
+        *(
+            (name, spec.letters, "FP64" if name == SUMS else _datatype(spec.dtypes))
+            for specs in groups
+            for name, spec in specs.items()
+        ),
     ]
 
 
-def _sizes(spec: Input | Output) -> list[int]:
+def _sizes(letters: tuple[str, ...]) -> list[int]:
     """Returns the size of each axis; -1: any size."""
-    return [fixed_size(letter) or -1 for letter in spec.letters]
+    return [fixed_size(letter) or -1 for letter in letters]
 
 
 def _datatype(dtypes: tuple[str, ...]) -> str:

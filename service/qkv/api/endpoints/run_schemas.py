@@ -123,7 +123,8 @@ _KINDS: Final = enumeration("WeightsKind", WEIGHT_KINDS)
 def describe_run(variant: Variant) -> dict[str, Any]:
     """Returns the description of the operation that runs a variant."""
     fields = model_fields(RunFields)
-    known = [*variant.outputs, *(["state", *variant.state.inputs] if variant.state else [])]
+    groups = variant.groups.items()
+    known = [*variant.outputs, *(n for group, specs in groups for n in (group, *specs))]
     names = enumeration(f"{pascal(variant.name)}OutputName", known)
     fields["outputs"] = nullable(list_of(names, minItems=1, uniqueItems=True)) | {
         "description": fields["outputs"]["description"]
@@ -255,10 +256,10 @@ def _outputs(variant: Variant) -> Schema:
         o.name: tensor_of(exact if o.is_exact else FLOATING, f"({', '.join(o.letters)})")
         for o in variant.outputs.values()
     }
-    if variant.state is not None:
+    for specs in variant.groups.values():
         outputs |= {
-            i.name: tensor_of(i.dtypes, f"({', '.join(i.letters)})")
-            for i in variant.state.inputs.values()
+            name: tensor_of(spec.dtypes, f"({', '.join(spec.letters)})")
+            for name, spec in specs.items()
         }
     if (weights := variant.outputs.get("weights")) is None:
         return closed(outputs, ())

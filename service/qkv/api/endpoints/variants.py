@@ -17,7 +17,17 @@ from qkv.api.openapi.operation import (
     unknown_variant,
     variant_parameter,
 )
-from qkv.api.openapi.schemas import FLAG, TEXT, Schema, closed, enumeration, list_of, named
+from qkv.api.openapi.schemas import (
+    COUNT,
+    FLAG,
+    TEXT,
+    Schema,
+    closed,
+    enumeration,
+    list_of,
+    named,
+    nullable,
+)
 from qkv.attention import catalogue, variant_file
 from qkv.attention.variant import Variant
 from qkv.errors import NotFound, QkvError
@@ -133,6 +143,7 @@ def _entry_schema() -> Schema:
                 "refuses": _by_name(TEXT)
                 | {"description": "Parameters that this variant rejects, with the reason."},
                 "outputs": _by_name(named("OutputDescription", output)),
+                "steps": _steps_schema(),
                 "gradients": list_of(
                     TEXT,
                     description="Inputs that have gradients; empty if the variant has none.",
@@ -144,6 +155,35 @@ def _entry_schema() -> Schema:
             }
         ),
     )
+
+
+def _steps_schema() -> Schema:
+    """Returns the schema of the steps of a variant."""
+    step = closed(
+        {
+            "name": TEXT | {"description": "The output is `steps.<name>`."},
+            "axes": list_of(TEXT, description="One letter per axis."),
+            "symbol": nullable(TEXT) | {"description": "The part of the formula that it is."},
+            "summary": TEXT,
+            "rows": nullable(TEXT)
+            | {"description": "The axis whose rows a reader follows one by one."},
+            "needs": list_of(
+                TEXT,
+                description="Inputs and parameters: the step exists if a request has one of them. "
+                "Empty: it always exists.",
+            ),
+        }
+    )
+    fields = {
+        "max_tokens": COUNT | {"description": "The most queries, and the most keys."},
+        "max_items": COUNT | {"description": "The most items of the batch."},
+        "max_bytes": COUNT | {"description": "The most bytes of all steps together."},
+        "names": list_of(named("Step", step), description="In the order of computation."),
+    }
+    return nullable(named("Steps", closed(fields))) | {
+        "description": "The tensors between inputs and output that `outputs` may name, and the "
+        "bounds of requests for them; null if there are none."
+    }
 
 
 def _by_name(schema: Schema) -> Schema:

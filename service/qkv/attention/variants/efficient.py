@@ -44,12 +44,19 @@ from qkv.attention.common.row_masks import (
 )
 from qkv.attention.common.running_softmax import RunningSoftmax
 from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.common.score_steps import (
+    input_steps,
+    per_query_head,
+    seen_keys,
+    zero_padding,
+)
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
 from qkv.attention.common.token_gradients import gradients_from
 from qkv.attention.common.token_inputs import Chunk, Form, Sums
 from qkv.attention.common.token_state import run_from
 from qkv.attention.common.token_weights import rows_behind
 from qkv.attention.common.visibility import row_blocks
+from qkv.attention.step import Step
 
 WEIGHTS: Final = "stochastic"
 REFUSES: Final[Mapping[str, str]] = {
@@ -63,6 +70,30 @@ REFUSES: Final[Mapping[str, str]] = {
 
 STACKABLE_BELOW: Final = 1e9
 STATE_NEEDS: Final[Mapping[str, Any]] = {"causal": True, "query_offset": 0}
+
+STEPS: Final = (
+    *input_steps("Q", "K", None),
+    Step(
+        "query_softmax", "B H L D", "softmax_D(Q)", "The softmax of each query over its channels.",
+        rows="L",
+    ),
+    Step(
+        "key_softmax", "B G L S D", "softmax_S(K)", "For each query, the softmax of each channel "
+        "over the keys that the query sees.", rows="L",
+    ),
+    Step(
+        "weights", "B H L S", "softmax_D(Q) softmax_S(K)^T", "The product of query_softmax with "
+        "the query's key_softmax.", rows="L",
+    ),
+    Step(
+        "contexts", "B G L D E", None, "For each query and channel, the average of the values, "
+        "weighted by key_softmax.", rows="L",
+    ),
+    Step(
+        "output", "B H L E", None, "The average of the query's contexts, weighted by "
+        "query_softmax.", rows="L",
+    ),
+)  # fmt: skip
 
 _ELEMENTS = 1 << 22  # of a block of rows of A
 _SPAN = 40.0  # range of a channel's keys up to which e^(k - m) times a value is safe in float32
@@ -468,6 +499,34 @@ def reference(
             weights[b, h, i, : n - first] = (a @ p)[first:]
             output[b, h, i] = (a @ p) @ values[:n] + p @ shared[:, :-1]
     return Efficient(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
+
+
+def steps(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    key_lengths_B: Tensor | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors: the output by contexts, not by the weights.
+
+    The arguments are those of `attend`.
+    """
+    key, value = (zero_padding(x, key_lengths_B) for x in (key_BGSD, value_BGSE))
+    seen_BLS, _ = seen_keys(query_BHLD, key, key_lengths_B, causal, query_offset)
+    unseen_B1LS1 = ~seen_BLS[:, None, :, :, None]
+    key_BGLSD = key[:, :, None].masked_fill(unseen_B1LS1, -torch.inf).softmax(-2)
+    key_BGLSD = key_BGLSD.masked_fill(unseen_B1LS1, 0.0)  # a row that sees no key is NaN
+    contexts = torch.einsum("bglsd,bgse->bglde", key_BGLSD, value)
+    query = query_BHLD.softmax(-1)
+    shared_BHLSD, shared_BHLDE = (per_query_head(x, query_BHLD) for x in (key_BGLSD, contexts))
+    return {
+        "query": query_BHLD, "key": key, "value": value, "query_softmax": query,
+        "key_softmax": key_BGLSD, "weights": torch.einsum("bhld,bhlsd->bhls", query, shared_BHLSD),
+        "contexts": contexts, "output": torch.einsum("bhld,bhlde->bhle", query, shared_BHLDE),
+    }  # fmt: skip
 
 
 def backward(

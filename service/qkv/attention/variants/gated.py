@@ -25,10 +25,12 @@ from qkv.attention.common.gated_inputs import GatedInputs, State, run
 from qkv.attention.common.guards import are_wide, holds, is_finite
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.score_parameters import Scale
+from qkv.attention.common.score_steps import zero_padding
 from qkv.attention.common.token_gradients import gradients_from
 from qkv.attention.common.token_inputs import Chunk, Form, tail_sizes
 from qkv.attention.common.token_state import run_from
 from qkv.attention.common.token_weights import row_function
+from qkv.attention.step import Step
 from qkv.errors import InvalidContent
 
 WEIGHTS: Final = "signed; rows do not sum to 1"
@@ -49,6 +51,41 @@ UNSTABLE: Final = (
     "beta |k|^2 of a token is above 2, so the state may grow with each such token and few digits "
     "may be right"
 )
+
+_ERASED: Final = "exp(g_t) S_(t-1)^T e_t"
+STEPS: Final = (
+    Step("query", "B J S D", "q_t", "The queries.", rows="S"),
+    Step("key", "B G S D", "k_t", "The keys; padding is zeros.", rows="S"),
+    Step("value", "B V S E", "v", "The values; padding is zeros.", rows="S"),
+    Step(
+        "unit_query", "B J S D", None, "Each query, divided by its norm.", rows="S",
+        needs=("normalize_qk",),
+    ),
+    Step(
+        "unit_key", "B G S D", None, "Each key, divided by its norm.", rows="S",
+        needs=("normalize_qk",),
+    ),
+    Step(
+        "decay", "B T S Z", "exp(g_t)", "The factor of the state before the token: e^log_decay.",
+        rows="S", needs=("log_decay",),
+    ),
+    Step(
+        "erased", "B T S E", _ERASED, "What the decayed state returns for beta times the key.",
+        rows="S", needs=("beta",),
+    ),
+    Step(
+        "written", "B T S E", "w_t", "What the token writes at its key: the value; with beta, beta "
+        "times the value minus what was erased.", rows="S",
+    ),
+    Step(
+        "state", "B T S D E", "S_t", "The state after the token: the decayed state before it plus "
+        "the key times what was written.", rows="S",
+    ),
+    Step(
+        "output", "B H S E", "s S_t^T q_t", "What the state returns for the query, times scale.",
+        rows="S",
+    ),
+)  # fmt: skip
 
 Rule = Literal["linear", "gated", "delta", "gated_delta"]
 
@@ -312,6 +349,56 @@ def _step(matrix: Any, key: Any, new: Any, decay: Any, beta: Any) -> Any:
     if beta is not None:
         new = beta * (new - key @ matrix)
     return matrix + np.outer(key, new)
+
+
+def steps(
+    query_BJSD: Tensor,
+    key_BGSD: Tensor,
+    value_BVSE: Tensor,
+    log_decay_BTSZ: Tensor | None = None,
+    beta_BTS: Tensor | None = None,
+    key_lengths_B: Tensor | None = None,
+    *,
+    rule: str = "linear",
+    scale: float | None = None,
+    normalize_qk: bool = False,
+) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors, token by token.
+
+    The arguments are those of `attend`.
+    """
+    query, key, value = (
+        query_BJSD,
+        *(zero_padding(x, key_lengths_B) for x in (key_BGSD, value_BVSE)),
+    )
+    found = {"query": query, "key": key, "value": value}
+    if normalize_qk:
+        query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+        found |= {"unit_query": query, "unit_key": key}
+    (B, G, S, D), (_, V, _, E) = key.shape, value.shape
+    T, H = max(G, V), max(G, V, query.shape[1])
+    key, value = (x.repeat_interleave(T // x.shape[1], 1) for x in (key, value))
+    decay, beta = key.new_ones(B, T, S, 1), key.new_zeros(B, T, S)
+    if log_decay_BTSZ is not None and rule in _USED_BY["log_decay"]:
+        found["decay"] = decay = zero_padding(log_decay_BTSZ, key_lengths_B).exp()
+    if rule in _USED_BY["beta"]:
+        beta = torch.ones_like(beta) if beta_BTS is None else beta_BTS
+        beta = zero_padding(beta[..., None], key_lengths_B)[..., 0]
+        value = beta[..., None] * value
+    state, tokens = key.new_zeros(B, T, D, E), []
+    for t in range(S):
+        state = decay[:, :, t, :, None] * state
+        erased = torch.einsum("btd,btde->bte", beta[:, :, t, None] * key[:, :, t], state)
+        written = value[:, :, t] - erased
+        state = state + key[:, :, t, :, None] * written[:, :, None]
+        tokens.append((erased, written, state))
+    erased, written, states = (torch.stack(x, 2) for x in zip(*tokens, strict=True))
+    queries, read = (x.repeat_interleave(H // x.shape[1], 1) for x in (query, states))
+    output = torch.einsum("bhsd,bhsde->bhse", queries, read) * (D**-0.5 if scale is None else scale)
+    return found | {
+        "erased": erased, "written": written, "state": states,
+        "output": zero_padding(output, key_lengths_B),
+    }  # fmt: skip
 
 
 def backward(

@@ -46,12 +46,19 @@ from qkv.attention.common.row_masks import (
     zero_hidden,
 )
 from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.common.score_steps import (
+    input_steps,
+    per_query_head,
+    seen_keys,
+    zero_padding,
+)
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
 from qkv.attention.common.token_gradients import gradients_from
 from qkv.attention.common.token_inputs import Chunk, Form, Sums
 from qkv.attention.common.token_state import run_from
 from qkv.attention.common.token_weights import rows_behind
 from qkv.attention.common.visibility import row_blocks
+from qkv.attention.step import Step
 
 WEIGHTS: Final = "stochastic; unnormalised if normalize is false"
 REFUSES: Final[Mapping[str, str]] = {
@@ -64,6 +71,41 @@ REFUSES: Final[Mapping[str, str]] = {
 
 STACKABLE_BELOW: Final = 1e9
 STATE_NEEDS: Final[Mapping[str, Any]] = {"causal": True, "query_offset": 0}
+
+STEPS: Final = (
+    *input_steps("q_i", "k_j", None),
+    Step("query_features", "B H L D", "phi(q_i)", "phi of each number of the queries.", rows="L"),
+    Step("key_features", "B G S D", "phi(k_j)", "phi of each number of the keys; 0 for padding."),
+    Step(
+        "products", "B H L S", "phi(q_i) . phi(k_j)", "The product of each query's features with "
+        "each key's; 0 where the query does not see the key.", rows="L",
+    ),
+    Step(
+        "row_sums", "B H L", "sum_l phi(q_i) . phi(k_l)", "The sum of each row of products.",
+        rows="L", needs=("normalize",),
+    ),
+    Step(
+        "weights", "B H L S", "A_ij", "The products; with normalize, divided by the sum of their "
+        "row.", rows="L",
+    ),
+    Step(
+        "value_sums", "B G L D E", None, "The sum of phi(k_j) v_j^T over the keys that a query "
+        "sees: a matrix that all heads of queries share, and that grows by one term with each key.",
+        rows="L",
+    ),
+    Step(
+        "feature_sums", "B G L D", None, "The sum of phi(k_j) over the keys that a query sees.",
+        rows="L", needs=("normalize",),
+    ),
+    Step(
+        "numerators", "B H L E", None, "The query's features times its value_sums.", rows="L",
+        needs=("normalize",),
+    ),
+    Step(
+        "output", "B H L E", None, "The query's features times its value_sums; with normalize, "
+        "divided by the query's features times its feature_sums.", rows="L",
+    ),
+)  # fmt: skip
 
 _ELEMENTS = 1 << 22  # of a block of rows of A, and of the sums of features for it
 _NORMAL = 1e-31  # products above it, and their sums, have the usual relative rounding error
@@ -427,6 +469,45 @@ def reference(
         if past is not None:
             output[b, h, valid:] = weights[b, h, valid:] = 0.0
     return Linear(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
+
+
+def steps(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    key_lengths_B: Tensor | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+    normalize: bool = True,
+) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights.
+
+    The arguments are those of `attend`.
+    """
+    key, value = (zero_padding(x, key_lengths_B) for x in (key_BGSD, value_BGSE))
+    query_phi, key_phi = (
+        torch.where(x > 0, x + 1, x.clamp(max=0).exp()) for x in (query_BHLD, key)
+    )
+    key_phi = zero_padding(key_phi, key_lengths_B)
+    seen_BLS, _ = seen_keys(query_BHLD, key, key_lengths_B, causal, query_offset)
+    products = query_phi @ per_query_head(key_phi, query_BHLD).mT * seen_BLS[:, None]
+    seen = seen_BLS.double()
+    value_sums = torch.einsum("bls,bgsd,bgse->bglde", seen, key_phi, value)
+    feature_sums = torch.einsum("bls,bgsd->bgld", seen, key_phi)
+    shared_BHLD, shared_BHLDE = (per_query_head(x, query_BHLD) for x in (feature_sums, value_sums))
+    output = numerators = torch.einsum("bhld,bhlde->bhle", query_phi, shared_BHLDE)
+    row_sums, weights = products.sum(-1), products
+    if normalize:
+        denominators = (query_phi * shared_BHLD).sum(-1, keepdim=True)
+        output = numerators / denominators.masked_fill(denominators == 0, 1.0)
+        weights = products / row_sums.masked_fill(row_sums == 0, 1.0)[..., None]
+    return {
+        "query": query_BHLD, "key": key, "value": value, "query_features": query_phi,
+        "key_features": key_phi, "products": products, "row_sums": row_sums, "weights": weights,
+        "value_sums": value_sums, "feature_sums": feature_sums, "numerators": numerators,
+        "output": output,
+    }  # fmt: skip
 
 
 def backward(

@@ -18,6 +18,7 @@ from torch import Tensor
 from qkv.attention.common.guards import holds, is_finite
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
+from qkv.attention.step import Step
 
 WEIGHTS: Final = "stochastic; a row of zeros if x is all zeros"
 _SCORES: Final = "the scores are computed from the weights, and nothing is computed from the scores"
@@ -34,6 +35,19 @@ REFUSES: Final[Mapping[str, str]] = {
 }
 
 STACKABLE_BELOW: Final = 1e9
+
+STEPS: Final = (
+    Step("x", "B I", "x_j", "The inputs.", rows="B"),
+    Step("sizes", "B I", "|x_j|", "The size of each number of x.", rows="B"),
+    Step("row_sums", "B", "sum_l |x_l|", "The sum of each row of sizes.", rows="B"),
+    Step("weights", "B I", "|x_j| / s", "The sizes divided by the sum of their row.", rows="B"),
+    Step(
+        "value", "B I O", "s sign(x_j) W[:, j]", "Each column of the weight matrix, times the sign "
+        "of its input and the sum of the row.", rows="B",
+    ),
+    Step("terms", "B I O", "A V", "Each weight times its value.", rows="B"),
+    Step("output", "B O", "output", "The sum of the terms over all inputs.", rows="B"),
+)  # fmt: skip
 
 _ELEMENTS = 1 << 22  # of a block of values or of single products
 
@@ -221,6 +235,18 @@ def reference(x_BI: Tensor, weight_OI: Tensor) -> LinearLayer:
         torch.from_numpy(key),
         backend="reference",
     )
+
+
+def steps(x_BI: Tensor, weight_OI: Tensor) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors. The arguments are those of `attend`."""
+    sizes, row_sums = x_BI.abs(), x_BI.abs().sum(-1, keepdim=True)
+    weights = sizes / row_sums.masked_fill(row_sums == 0, 1.0)
+    value = (row_sums * x_BI.sign())[..., None] * weight_OI.mT
+    terms = weights[..., None] * value
+    return {
+        "x": x_BI, "sizes": sizes, "row_sums": row_sums[:, 0], "weights": weights, "value": value,
+        "terms": terms, "output": terms.sum(-2),
+    }  # fmt: skip
 
 
 def backward(

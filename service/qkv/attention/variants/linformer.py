@@ -22,7 +22,9 @@ from qkv.attention.common.guards import are_wide
 from qkv.attention.common.key_mixtures import Path, average_mixtures
 from qkv.attention.common.row_masks import mask_padding, padding_mask
 from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.common.score_steps import input_steps, per_query_head, zero_padding
 from qkv.attention.common.visibility import row_blocks
+from qkv.attention.step import Step
 from qkv.attention.variants import softmax
 from qkv.errors import InvalidContent, PayloadTooLarge
 
@@ -38,6 +40,28 @@ REFUSES: Final[Mapping[str, str]] = {
 }
 
 STACKABLE_BELOW: Final = 1e4  # a product of three with scale, D and S is in float32's range
+
+STEPS: Final = (
+    *input_steps("Q", "K", "V"),
+    Step("key_projection", "B R S", "E", "One row for each mixture of keys; padding is zeros."),
+    Step("value_projection", "B R S", "F", "The same for mixtures of values."),
+    Step("mixed_key", "B G R D", "E K", "The sum of the keys times each row of key_projection."),
+    Step("mixed_value", "B G R E", "F V", "The same of the values and value_projection."),
+    Step(
+        "scores", "B H L R", "Q (E K)^T", "The product of each query with each mixed key.",
+        rows="L",
+    ),
+    Step("scaled", "B H L R", "scale Q (E K)^T", "The scores times scale.", rows="L"),
+    Step(
+        "map", "B H L R", "softmax(scale Q (E K)^T)", "The softmax of each row of scaled scores.",
+        rows="L",
+    ),
+    Step("weights", "B H L S", "P F", "The map times value_projection.", rows="L"),
+    Step(
+        "output", "B H L E", "P (F V)", "The average of mixed_value, weighted by the map.",
+        rows="L",
+    ),
+)  # fmt: skip
 
 _MAX_DEFAULT_RANK = 256  # of a request without projections and rank
 _PAIRS_PER_DRAW = 32  # a random number takes at least as long as so many pairs
@@ -282,6 +306,38 @@ def reference(
         output[b, h] = p @ (F[:, :valid] @ v)
     output_BHLE, weights_BHLS, map_BHLR = map(torch.from_numpy, (output, weights, maps))
     return Linformer(output_BHLE, weights_BHLS, map_BHLR, backend="reference")
+
+
+def steps(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    key_projection_RN: Tensor,
+    value_projection_RN: Tensor,
+    key_lengths_B: Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors, with both projections.
+
+    The arguments are those of `attend`.
+    """
+    key, value = (zero_padding(x, key_lengths_B) for x in (key_BGSD, value_BGSE))
+    B, S = len(key), key.shape[2]
+    E_BRS, F_BRS = (
+        zero_padding(p[:, :S].mT.expand(B, 1, S, -1), key_lengths_B)[:, 0].mT
+        for p in (key_projection_RN, value_projection_RN)
+    )
+    mixed_key, mixed_value = E_BRS[:, None] @ key, F_BRS[:, None] @ value
+    scores = query_BHLD @ per_query_head(mixed_key, query_BHLD).mT
+    scaled = scores * (query_BHLD.shape[-1] ** -0.5 if scale is None else scale)
+    averages = scaled.softmax(-1)
+    return {
+        "query": query_BHLD, "key": key, "value": value, "key_projection": E_BRS,
+        "value_projection": F_BRS, "mixed_key": mixed_key, "mixed_value": mixed_value,
+        "scores": scores, "scaled": scaled, "map": averages, "weights": averages @ F_BRS[:, None],
+        "output": averages @ per_query_head(mixed_value, query_BHLD),
+    }  # fmt: skip
 
 
 def backward(

@@ -22,12 +22,14 @@ from qkv.attention.common.guards import holds, is_finite, largest_size, occurs
 from qkv.attention.common.reference_state import HeadState
 from qkv.attention.common.row_masks import mask_padding, padding_mask
 from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.common.score_steps import seen_keys, zero_padding
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
 from qkv.attention.common.token_gradients import gradients_from
 from qkv.attention.common.token_inputs import Chunk, Form, Sums
 from qkv.attention.common.token_state import run_from
 from qkv.attention.common.token_weights import rows_behind
 from qkv.attention.common.visibility import row_blocks
+from qkv.attention.step import Step
 
 WEIGHTS: Final = "stochastic; unnormalised if normalize is false"
 _NO_SCORES: Final = "all scores are equal: there is no query and no key"
@@ -42,6 +44,18 @@ REFUSES: Final[Mapping[str, str]] = {
 
 STACKABLE_BELOW: Final = 1e9
 STATE_NEEDS: Final[Mapping[str, Any]] = {"causal": True, "method": "cumsum"}
+
+STEPS: Final = (
+    Step("value", "B H S E", "V", "The values; padding is zeros."),
+    Step("seen", "B S S", "j <= i", "1 where a row averages the value of a column.", rows="S"),
+    Step("counts", "B S", "i+1", "The sum of each row of seen.", rows="S", needs=("normalize",)),
+    Step(
+        "weights", "B H S S", "A_ij", "seen; with normalize, divided by the count of the row.",
+        rows="S",
+    ),
+    Step("sums", "B H S E", None, "The sum of the values that a row averages.", rows="S"),
+    Step("output", "B H S E", "A V", "The sums; with normalize, divided by counts.", rows="S"),
+)  # fmt: skip
 
 _BLOCK_ELEMENTS = 1 << 22  # of a block of rows of A
 _BLOCK = 4096  # the most rows that are summed in float32
@@ -380,6 +394,29 @@ def reference(
         if past is not None:
             output[b, h, valid:] = weights[b, h, valid:] = 0.0
     return Mean(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
+
+
+def steps(
+    value_BHSE: Tensor,
+    key_lengths_B: Tensor | None = None,
+    *,
+    causal: bool = True,
+    normalize: bool = True,
+) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights.
+
+    The arguments are those of `attend`.
+    """
+    value = zero_padding(value_BHSE, key_lengths_B)
+    seen_BSS = seen_keys(value, value, key_lengths_B, causal, 0)[0].double()
+    counts_BS, sums = seen_BSS.sum(-1), seen_BSS[:, None] @ value
+    divisors_BS = counts_BS.clamp(min=1) if normalize else torch.ones_like(counts_BS)
+    weights_BSS = seen_BSS / divisors_BS[..., None]
+    return {
+        "value": value, "seen": seen_BSS, "counts": counts_BS,
+        "weights": weights_BSS[:, None].expand(-1, value.shape[1], -1, -1), "sums": sums,
+        "output": sums / divisors_BS[:, None, :, None],
+    }  # fmt: skip
 
 
 def backward(

@@ -30,7 +30,16 @@ from qkv.attention.common.head_terms import HeadTerms
 from qkv.attention.common.row_masks import Causal, QueryOffset
 from qkv.attention.common.score_blocks import Scores, is_safe, score_dtype
 from qkv.attention.common.score_parameters import Scale, Softcap, Window
+from qkv.attention.common.score_steps import (
+    SCORE_STEPS,
+    mask_step_values,
+    mask_steps,
+    per_query_head,
+    score_steps,
+    seen_keys,
+)
 from qkv.attention.common.visibility import Visibility
+from qkv.attention.step import Step
 
 WEIGHTS: Final = "unnormalised; each weight is between 0 and 1, and rows do not sum to 1"
 REFUSES: Final[Mapping[str, str]] = {
@@ -40,6 +49,16 @@ REFUSES: Final[Mapping[str, str]] = {
 }
 
 STACKABLE_BELOW: Final = 1e9
+
+_WEIGHTS: Final = "sigmoid(scale Q K^T + bias + mask)"
+STEPS: Final = (
+    *SCORE_STEPS,
+    Step("shifted", "B H L S", "scale Q K^T + bias", "The scores so far, plus bias.", rows="L"),
+    *mask_steps("scale Q K^T + bias + mask"),
+    Step("weights", "B H L S", _WEIGHTS, "1 / (1 + e^-s) of each score s so far.", rows="L"),
+    Step("terms", "B H L S E", "A V", "Each weight times the value of its key.", rows="L"),
+    Step("output", "B H L E", "output", "The sum of the terms over all keys.", rows="L"),
+)
 
 _ROW_ELEMENTS = 1 << 22  # scores of one row of all heads, 16 MiB in float32; more are halved
 _SCORE_ELEMENTS = 1 << 21  # of a block, 8 MiB in float32; fastest of 2**17 to 2**23 at S = 1,024
@@ -244,6 +263,35 @@ def reference(
         weights[b, h, :, :valid], scores[b, h, :, :valid], output[b, h] = a, s, a @ v
     output_BHLE, weights_BHLS, scores_BHLS = map(torch.from_numpy, (output, weights, scores))
     return Sigmoid(output_BHLE, weights_BHLS, scores_BHLS, backend="reference")
+
+
+def steps(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    mask_BHLS: Tensor | None = None,
+    key_lengths_B: Tensor | None = None,
+    alibi_slopes_H: Tensor | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+    scale: float | None = None,
+    bias: float | None = None,
+    softcap: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors. The arguments are those of `attend`."""
+    found, scores = score_steps(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, scale, softcap)
+    seen, distance = seen_keys(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset, window)
+    lengths_B = scores.new_full((len(scores),), scores.shape[-1])
+    if key_lengths_B is not None:
+        lengths_B = key_lengths_B.clamp(min=1).double()
+    bias_B = -lengths_B.log() if bias is None else scores.new_full((len(scores),), bias)
+    found["shifted"] = scores + bias_B[:, None, None, None]
+    found |= mask_step_values(found["shifted"], seen, distance, mask_BHLS, alibi_slopes_H)
+    weights = found["masked"].sigmoid()
+    terms = weights[..., None] * per_query_head(found["value"], query_BHLD)[:, :, None]
+    return found | {"weights": weights, "terms": terms, "output": terms.sum(-2)}
 
 
 def backward(

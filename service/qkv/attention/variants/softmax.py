@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention.common import fused_kernel
+from qkv.attention.common.dropout import keep_mask
 from qkv.attention.common.explicit_outputs import explicit_outputs
 from qkv.attention.common.gradients import (
     gradients_by_scores,
@@ -29,12 +30,44 @@ from qkv.attention.common.halves import in_halves
 from qkv.attention.common.head_terms import HeadTerms
 from qkv.attention.common.score_blocks import Scores, is_safe, score_dtype
 from qkv.attention.common.score_parameters import Scale, Softcap, Window
+from qkv.attention.common.score_steps import (
+    SCORE_STEPS,
+    mask_step_values,
+    mask_steps,
+    per_query_head,
+    score_steps,
+    seen_keys,
+)
 from qkv.attention.common.visibility import Visibility
+from qkv.attention.step import Step
 
 WEIGHTS: Final = "stochastic; unnormalised after dropout, and with sinks"
 REFUSES: Final[Mapping[str, str]] = {}
 
 STACKABLE_BELOW: Final = 1e9
+
+STEPS: Final = (
+    *SCORE_STEPS,
+    *mask_steps("scale Q K^T + mask"),
+    Step(
+        "exponentials", "B H L S", None, "e^(s - m) of each score s so far, where m is the largest "
+        "one of the row.", rows="L",
+    ),
+    Step(
+        "row_sums", "B H L", None, "The sum of each row of exponentials, and of the sink's if "
+        "there is one.", rows="L",
+    ),
+    Step(
+        "weights", "B H L S", "softmax(scale Q K^T + mask)", "The exponentials divided by the sum "
+        "of their row.", rows="L",
+    ),
+    Step(
+        "kept", "B H L S", None, "The weights that dropout keeps, divided by 1 - dropout; the "
+        "others are 0.", rows="L", needs=("dropout",),
+    ),
+    Step("terms", "B H L S E", "A V", "Each weight times the value of its key.", rows="L"),
+    Step("output", "B H L E", "output", "The sum of the terms over all keys.", rows="L"),
+)  # fmt: skip
 
 _DROPPED = 32  # one pair with dropout takes as long as so many without
 
@@ -291,6 +324,48 @@ def _kept(dropout: float, seed: int, plane_index: int, L: int, S: int) -> Any:
     i, j = np.arange(L, dtype=np.uint32)[:, None], np.arange(S, dtype=np.uint32)
     u = mix(mix(mix(mix(mix(low) ^ high) ^ plane) ^ i) ^ mix(~j))
     return u >= np.floor(dropout * 2.0**32)
+
+
+def steps(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    mask_BHLS: Tensor | None = None,
+    key_lengths_B: Tensor | None = None,
+    alibi_slopes_H: Tensor | None = None,
+    sinks_H: Tensor | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    plane_BH: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors. The arguments are those of `attend`."""
+    found, scores = score_steps(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, scale, softcap)
+    seen, distance = seen_keys(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset, window)
+    found |= mask_step_values(scores, seen, distance, mask_BHLS, alibi_slopes_H)
+    scores_BHLS = found["masked"]
+    sink_H11 = scores_BHLS.new_full((1, 1, 1), -torch.inf)
+    if sinks_H is not None:
+        sink_H11 = sinks_H[:, None, None]
+    top = scores_BHLS.amax(-1, keepdim=True).maximum(sink_H11)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    exponentials = (scores_BHLS - top).exp()
+    sums = exponentials.sum(-1, keepdim=True) + (sink_H11 - top).exp()
+    weights = last = exponentials / sums.masked_fill(sums == 0, 1.0)
+    if dropout and plane_BH is not None:
+        L, S = weights.shape[-2:]
+        kept = keep_mask(dropout, seed, plane_BH, slice(0, L), slice(0, S))
+        found["kept"] = last = weights * kept / (1 - dropout)
+    terms = last[..., None] * per_query_head(found["value"], query_BHLD)[:, :, None]
+    return found | {
+        "exponentials": exponentials, "row_sums": sums[..., 0], "weights": weights, "terms": terms,
+        "output": terms.sum(-2),
+    }  # fmt: skip
 
 
 def backward(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import normalize, pad
 
 from qkv.attention.common.cosine_sums import average_by_cosines
 from qkv.attention.common.feature_sums import feature_sums
@@ -42,12 +42,19 @@ from qkv.attention.common.row_masks import (
     zero_hidden,
 )
 from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.common.score_steps import (
+    input_steps,
+    per_query_head,
+    seen_keys,
+    zero_padding,
+)
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
 from qkv.attention.common.token_gradients import gradients_from
 from qkv.attention.common.token_inputs import Chunk, Form, Sums
 from qkv.attention.common.token_state import run_from
 from qkv.attention.common.token_weights import rows_behind
 from qkv.attention.common.visibility import row_blocks
+from qkv.attention.step import Step
 
 WEIGHTS: Final = "stochastic"
 REFUSES: Final[Mapping[str, str]] = {
@@ -58,6 +65,35 @@ REFUSES: Final[Mapping[str, str]] = {
     "seed": "the single weights that dropout needs are never computed",
     "normalize": "the division is part of the formula; without it a row grows with its keys",
 }
+
+STEPS: Final = (
+    *input_steps(None, None, None),
+    Step("query_directions", "B H L D", "q'_i", "Each query divided by its norm.", rows="L"),
+    Step("key_directions", "B G S D", "k'_j", "Each key divided by its norm."),
+    Step(
+        "cosines", "B H L S", "q'_i . k'_j", "The product of each query's direction with each "
+        "key's.", rows="L",
+    ),
+    Step(
+        "terms", "B H L S", "1 + q'_i . k'_j", "1 plus the cosine: the first two terms of e^x at "
+        "the cosine; 0 where the query does not see the key.", rows="L",
+    ),
+    Step(
+        "row_sums", "B H L", "n + q'_i . sum_l k'_l", "The sum of each row of terms.", rows="L",
+    ),
+    Step("weights", "B H L S", "A_ij", "The terms divided by the sum of their row.", rows="L"),
+    Step(
+        "value_sums", "B G L E", None, "The sum of the values whose keys a query sees.", rows="L",
+    ),
+    Step(
+        "direction_sums", "B G L D E", None, "The sum of k'_j v_j^T over the keys that a query "
+        "sees.", rows="L",
+    ),
+    Step(
+        "output", "B H L E", None, "The query's value_sums plus its direction times its "
+        "direction_sums, divided by its row sum.", rows="L",
+    ),
+)  # fmt: skip
 
 STACKABLE_BELOW: Final = 1e9
 STATE_NEEDS: Final[Mapping[str, Any]] = {"causal": True, "query_offset": 0}
@@ -422,6 +458,40 @@ def reference(
             weights[b, h, i, :valid] = a[first:] / total
             output[b, h, i] = (a / total) @ values + shared[:-1] / total
     return Taylor(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
+
+
+def steps(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    key_lengths_B: Tensor | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights.
+
+    The arguments are those of `attend`.
+    """
+    key, value = (zero_padding(x, key_lengths_B) for x in (key_BGSD, value_BGSE))
+    query_way, key_way = (normalize(x, dim=-1, eps=1e-300) for x in (query_BHLD, key))
+    seen_BLS, _ = seen_keys(query_BHLD, key, key_lengths_B, causal, query_offset)
+    cosines = query_way @ per_query_head(key_way, query_BHLD).mT
+    terms, seen = (1 + cosines) * seen_BLS[:, None], seen_BLS.double()
+    row_sums = terms.sum(-1)
+    divisors = row_sums.masked_fill(row_sums == 0, 1.0)[..., None]
+    value_sums = torch.einsum("bls,bgse->bgle", seen, value)
+    direction_sums = torch.einsum("bls,bgsd,bgse->bglde", seen, key_way, value)
+    shared_BHLE, shared_BHLDE = (
+        per_query_head(x, query_BHLD) for x in (value_sums, direction_sums)
+    )
+    output = shared_BHLE + torch.einsum("bhld,bhlde->bhle", query_way, shared_BHLDE)
+    return {
+        "query": query_BHLD, "key": key, "value": value, "query_directions": query_way,
+        "key_directions": key_way, "cosines": cosines, "terms": terms, "row_sums": row_sums,
+        "weights": terms / divisors, "value_sums": value_sums, "direction_sums": direction_sums,
+        "output": output / divisors,
+    }  # fmt: skip
 
 
 def backward(

@@ -1,7 +1,7 @@
 // Runs a sweep over sequence lengths and draws its cells as they arrive.
 
 import { streamEvents } from "../api.js";
-import { h, setText } from "../dom.js";
+import { findById, h, setText } from "../dom.js";
 import { buildChoice } from "../inputs/parameter_form.js";
 import { createSaveMenu } from "../keep/save_menu.js";
 import { createChart, drawSweep, fillSweepTable } from "./sweep_chart.js";
@@ -110,22 +110,26 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
     onRequest(body);
     const labels = body.mode ? [] : names; // decoding may have two curves for a variant
     sweep = { cells: [], variants: labels, crossovers: [], lengths: body.lengths, body };
-    running = new AbortController();
+    const own = new AbortController();
+    running = own;
     button.textContent = "Stop";
     progress.hidden = false;
     progress.removeAttribute("value");
     setText(error, null);
     draw();
     try {
-      for await (const { event, data } of streamEvents("/v1/sweep", body, running.signal))
+      for await (const { event, data } of streamEvents("/v1/sweep", body, own.signal))
         handleEvent(event, data);
     } catch (problem) {
+      if (running !== own) return; // the next one shows its own
       if (problem.name === "AbortError") status.textContent = "Stopped.";
       else setText(error, problem.detail ?? problem.message);
     } finally {
-      running = null;
-      button.textContent = "Measure";
-      progress.hidden = true;
+      if (running === own) {
+        running = null;
+        button.textContent = "Measure";
+        progress.hidden = true;
+      }
     }
   };
   const handleEvent = (event, data) => {
@@ -147,6 +151,22 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
   };
 
   return {
+    /**
+     * Starts a sweep; null ends one.
+     *
+     * @param {Object|null} settings variants: their names; and values of controls, by name: longest,
+     *   mode, heads, width, repeats
+     */
+    measure: (settings) => {
+      running?.abort();
+      if (!settings) return;
+      const { variants, ...values } = settings;
+      selected.clear();
+      for (const name of variants) selected.add(name);
+      for (const box of boxes.querySelectorAll("input")) box.checked = selected.has(box.name);
+      for (const [name, value] of Object.entries(values)) findById(`sweep-${name}`).value = value;
+      run();
+    },
     update: () => {
       const names = [...state.variants.values()]
         .filter(({ inputs: variantInputs }) => "value" in variantInputs)
@@ -177,6 +197,7 @@ function createCheckbox(name, selected) {
   const input = h("input", {
     type: "checkbox",
     id,
+    name,
     change: () => (input.checked ? selected.add(name) : selected.delete(name)),
   });
   input.checked = selected.has(name);

@@ -51,12 +51,15 @@ export function createDifferencePanel(root, state, callbacks) {
   });
   let view = null;
   let other = null;
+  let difference = null; // of the weights of view and other
   let running = null;
 
   const draw = () => {
     if (!view || !other) return;
-    const numbers = view.weights.numbers.map((value, at) => value - other.numbers[at]);
-    const matrix = headMatrix(view, state.head, state.labels, numbers);
+    const subtract = (value, at) => value - other.numbers[at];
+    if (difference?.view !== view || difference.other !== other)
+      difference = { view, other, numbers: view.weights.numbers.map(subtract) };
+    const matrix = headMatrix(view, state.head, state.labels, difference.numbers);
     const variants = [view.request.variant, other.variant];
     const names = variants.map(({ variant }) => variant);
     map.show({

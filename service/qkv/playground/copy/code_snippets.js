@@ -56,7 +56,7 @@ export function curlCommand({ path, body }, url, needsKey = false) {
  * Returns a Python program that sends a request with `qkv.Client`.
  *
  * @param {Object} request
- *   path: /v1/attention/{variant}, compare or sweep; body
+ *   path: /v1/attention/{variant}, gradients/{variant}, compare or sweep; body
  *   files: names of the uploaded .npy files, by input
  * @param {string} url of the service
  * @param {boolean} needsKey the service requires an API key
@@ -65,6 +65,7 @@ export function pythonProgram({ path, body, files = {} }, url, needsKey = false)
   const [, , kind, variant] = path.split("/");
   const builders = {
     attention: () => attendCall(variant, body, files),
+    gradients: () => gradientsCall(variant, body, files),
     compare: () => compareCall(body, files),
     sweep: () => sweepCall(body),
   };
@@ -96,20 +97,30 @@ function addImports(code) {
     .join("\n\n");
 }
 
-function attendCall(variant, { inputs, parameters, layer, outputs, weights, dtype }, files) {
-  const args = [
+function attendCall(variant, body, files) {
+  const { outputs, weights } = body;
+  const args = [...runArguments(variant, body, files), ...keywordArguments({ outputs, weights })];
+  return [...formatCall("run = client.attend", args), ...printArrays("run.outputs")];
+}
+
+function gradientsCall(variant, body, files) {
+  const call = formatCall("run = client.gradients", runArguments(variant, body, files));
+  return [...call, ...printArrays("run.gradients")];
+}
+
+function runArguments(variant, { inputs, parameters, layer, dtype }, files) {
+  return [
     toStringLiteral(variant),
     ...arrayArguments(inputs, dtype, files),
     ...keywordArguments(parameters),
     ...layerArgument(layer, dtype),
-    ...keywordArguments({ outputs, weights }),
-  ];
-  return [
-    ...formatCall("run = client.attend", args),
-    "for name, array in run.outputs.items():",
-    '    print(name, array.shape, array, sep="\\n")',
   ];
 }
+
+const printArrays = (arrays) => [
+  `for name, array in ${arrays}.items():`,
+  '    print(name, array.shape, array, sep="\\n")',
+];
 
 function compareCall({ inputs, layer, variants, anchor, repeats, rows, dtype }, files) {
   const args = [

@@ -1,13 +1,15 @@
 // Writes the state of the page into the fragment of its address, and reads it back.
 //
 // A fragment such as #example=words&variant=linear&parameters.causal=true&row=1 is for people too:
-// a field that it lacks has the value of the example. The browser sends no fragment to the service.
+// a field that it lacks has the value of the example. A fragment such as #lesson=linear&stop=2 has the
+// state of that stop. The browser sends no fragment to the service.
 
 import { isFromFile, isLoaded } from "../data/request_body.js";
 import { fromWire, isObject, parseJson, toWire } from "../data/tensors.js";
 import { EXAMPLES } from "../inputs/examples.js";
 import { formatLabels, parseLabels } from "../inputs/labels.js";
 import { listRoles, UNUSED } from "../inputs/tensor_roles.js";
+import { findStop, LESSONS } from "../lessons/lesson_list.js";
 
 /** Longer values stay out of the fragment: mail and chat break long links. */
 const MAX_LENGTH = 4000;
@@ -24,6 +26,15 @@ export const isLink = (fragment) => fragment.includes("=");
  * @returns {{fragment: string, leftOut: string[]}} `leftOut`: fields that are too large for it
  */
 export function formatLink(state) {
+  const { fragment, leftOut } = formatFields(state);
+  if (!state.lesson) return { fragment, leftOut };
+  const { id, stop, fragment: ofStop } = state.lesson;
+  const place = `lesson=${id}&stop=${stop}`;
+  return { fragment: fragment === ofStop ? place : `${place}&${fragment}`, leftOut };
+}
+
+/** Writes the fragment of a state without its lesson. */
+export function formatFields(state) {
   const { example, variant, layer, selectedRow } = state;
   const fields = new URLSearchParams();
   const leftOut = [];
@@ -47,6 +58,7 @@ export function formatLink(state) {
   set("labels", formatLabels(state.labels));
   fields.set("row", selectedRow ?? "");
   if (state.head) fields.set("head", state.head);
+  if (state.entry) fields.set("entry", `${state.entry.row},${state.entry.col}`);
   if (state.usesRoot) fields.set("shades", "root");
   if (state.showsAllMetrics) fields.set("metrics", "all");
   if (state.excluded.length) fields.set("without", state.excluded.join());
@@ -78,7 +90,7 @@ function formatTensors(tensors) {
  * @throws {Error} a message for the user
  */
 export function parseLink(fragment, variants) {
-  const given = new URLSearchParams(fragment);
+  const given = withStop(new URLSearchParams(fragment));
   const fields = {};
   const read = (name, parse, field = name) => {
     if (given.has(name)) fields[field] = parse(given.get(name), name);
@@ -95,12 +107,14 @@ export function parseLink(fragment, variants) {
   for (const name of ["dtype", "difference", "baseline"]) read(name, String);
   for (const name of ["pool", "head"]) read(name, parseCount);
   read("row", (text) => (text ? parseCount(text, "row") : null), "selectedRow");
+  read("entry", parseEntry);
   read("labels", parseLabels);
   read("shades", (text) => text === "root", "usesRoot");
   read("metrics", (text) => text === "all", "showsAllMetrics");
   read("without", (text) => text.split(","), "excluded");
   read("view", (text) => text === "presenter", "isPresenting");
   for (const name of ["open", "closed"]) read(name, (text) => text.split(","));
+  read("lesson", (id) => ({ id, stop: Number(given.get("stop")), fragment: null }));
   const examples = new Map(EXAMPLES.map((example) => [example.id, example]));
   const example = given.get("example");
   return {
@@ -108,6 +122,21 @@ export function parseLink(fragment, variants) {
     fields,
     leftOut: (given.get("left_out") ?? "").split(",").filter(Boolean),
   };
+}
+
+/** Adds the fields of the stop that a link names, unless the link has a state of its own. */
+function withStop(given) {
+  if (!given.has("lesson")) return given;
+  const id = given.get("lesson");
+  findOne(id, new Map(LESSONS.map((lesson) => [lesson.id, lesson])), "lesson");
+  if (!given.has("stop")) given.set("stop", "1");
+  const stop = findStop({ id, stop: parseCount(given.get("stop"), "stop") });
+  if (!stop) throw wrongField("stop", given.get("stop"), "a stop of the lesson, counted from 1");
+  if (given.has("variant")) return given;
+  for (const [name, value] of new URLSearchParams({ ...stop.state, open: stop.section })) {
+    if (!given.has(name)) given.set(name, value);
+  }
+  return given;
 }
 
 function findOne(name, known, field) {
@@ -126,6 +155,12 @@ function parseField(text, name) {
 function parseCount(text, name) {
   if (/^\d{1,9}$/.test(text)) return Number(text);
   throw wrongField(name, text, "a whole number");
+}
+
+function parseEntry(text, name) {
+  if (!/^\d{1,9},\d{1,9}$/.test(text)) throw wrongField(name, text, "a row and a channel, as 0,1");
+  const [row, col] = text.split(",").map(Number);
+  return { row, col };
 }
 
 function parseLayer(text, name) {

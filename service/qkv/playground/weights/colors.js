@@ -16,7 +16,7 @@ const NOT_FINITE = [160, 160, 160]; // RGB of NaN and of infinity
  */
 export function createShades(numbers, { isDark, usesRoot = false, hasGaps = false }) {
   const { up, down } = paletteOf(isDark);
-  const largest = largestSize(numbers);
+  const { largest, isSigned } = rangeOf(numbers);
   const pick = (share) => {
     const ramp = share < 0 ? down : up;
     return ramp[Math.min(SHADE_COUNT - 1, Math.round(Math.abs(share) * (SHADE_COUNT - 1)))];
@@ -27,7 +27,7 @@ export function createShades(numbers, { isDark, usesRoot = false, hasGaps = fals
     const share = value / largest;
     return pick(usesRoot ? Math.sign(share) * Math.sqrt(Math.abs(share)) : share);
   };
-  return { largest, isSigned: numbers.some((value) => value < 0), pick, colourOf };
+  return { largest, isSigned, pick, colourOf };
 }
 
 const palettes = new Map();
@@ -43,11 +43,15 @@ function paletteOf(isDark) {
 }
 
 /** Returns the largest absolute value of the finite numbers; 0 if there is none. */
-export function largestSize(numbers) {
-  let largest = 0;
-  for (const value of numbers)
+export const largestSize = (numbers) => rangeOf(numbers).largest;
+
+function rangeOf(numbers) {
+  let [largest, isSigned] = [0, false];
+  for (const value of numbers) {
     if (Number.isFinite(value)) largest = Math.max(largest, Math.abs(value));
-  return largest;
+    if (value < 0) isSigned = true;
+  }
+  return { largest, isSigned };
 }
 
 /** True if dark text has more contrast on a colour than white text (WCAG 2, relative luminance). */

@@ -98,6 +98,8 @@ export class Heatmap {
    *   rowAxis, colAxis: axis titles, or null
    *   rowBars, colBars: {values, label, max}, or null
    *   masked: 1 for each cell whose number does not exist, or null
+   *   decimals: of the numbers in cells, 2 if undefined
+   *   chosen: {row, col} of a cell with an outline, or undefined
    *   scaleNumbers: the numbers that set the colour scale, if other maps share it
    */
   show(matrix) {

@@ -56,7 +56,7 @@ export function computeLayout(context, matrix, width, maxHeight, stretch = 1) {
   const namesSize = angle ? colWidest * Math.sin(angle) + 10 : 14;
   const top = namesSize + 8 + (matrix.colAxis ? 20 : 0);
   const cellsHigh = Math.round(Math.min(cellsWide * ratio, maxHeight));
-  const high = Math.max(cellsHigh, Math.min(matrix.rows * 22, 120));
+  const high = stretch > 1 ? cellsHigh : Math.max(cellsHigh, Math.min(matrix.rows * 22, 120));
   return {
     left,
     top,

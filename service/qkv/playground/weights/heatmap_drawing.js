@@ -112,7 +112,7 @@ function drawLines(context, { rows, cols }, layout, { card, line }) {
 function drawNumbers(context, { matrix, shades, isSmall }, layout) {
   const { left, top, cellWidth, cellHeight } = layout;
   if (cellWidth < MIN_NUMBER_PX || cellHeight < MIN_NUMBER_PX / 2) return;
-  const texts = Array.from(matrix.numbers, formatCell);
+  const texts = Array.from(matrix.numbers, (value) => formatCell(value, matrix.decimals));
   const longest = texts.reduce((one, text) => (text.length > one.length ? text : one), "");
   const sizes = isSmall ? [11] : layout.stretch > 1 ? [18, 15, 13, 11] : [13, 11];
   const size = sizes.find((px) => {
@@ -143,9 +143,16 @@ function drawMissing(context, matrix, { left, top, cellWidth, cellHeight }, { mu
   });
 }
 
-/** Draws the outline of the pinned row and the cross of the cursor. */
+/** Draws the outlines of the pinned row and of the chosen cell, and the cross of the cursor. */
 function drawMarks(context, { matrix, cursor, selectedRow }, layout, { ink, accent }) {
   const { left, top, width, height, cellWidth, cellHeight } = layout;
+  if (matrix.chosen) {
+    const { row, col } = matrix.chosen;
+    const [x, y] = [left + col * cellWidth, top + row * cellHeight];
+    context.strokeStyle = accent;
+    context.lineWidth = 3;
+    context.strokeRect(x - 1, y - 1, Math.max(cellWidth, 2) + 2, Math.max(cellHeight, 2) + 2);
+  }
   if (selectedRow !== null && selectedRow < matrix.rows) {
     context.strokeStyle = accent;
     context.lineWidth = 2;
@@ -170,7 +177,7 @@ function drawMarks(context, { matrix, cursor, selectedRow }, layout, { ink, acce
   context.lineWidth = 1;
 }
 
-const formatCell = (value) => {
-  const text = formatFixed(value, Math.abs(value) >= 10 ? 1 : 2);
-  return /^−?0\.00$/.test(text) ? "·" : text.replace(/^(−?)0\./, "$1.");
+const formatCell = (value, decimals = 2) => {
+  const text = formatFixed(value, Math.abs(value) >= 10 ? 1 : decimals);
+  return /^−?0\.0+$/.test(text) ? "·" : text.replace(/^(−?)0\./, "$1.");
 };

@@ -1,0 +1,63 @@
+// State and decoding: what has to be kept of a text to compute its next word.
+
+const WORDS = [
+  [0.43, 0.15, 0.89],
+  [0.55, 0.87, 0.66],
+  [0.57, 0.85, 0.64],
+  [0.22, 0.58, 0.33],
+  [0.77, 0.25, 0.1],
+  [0.05, 0.8, 0.55],
+];
+const HALF = Math.log(0.5);
+const FORGETTING = [
+  { name: "words", role: "query, key, value", tensor: WORDS },
+  { name: "log_decay", role: "log_decay", tensor: WORDS.map(() => HALF) },
+];
+const SIZES = { mode: "decode", longest: 2048, heads: 1, width: 64, repeats: 3 };
+
+export const decoding = {
+  id: "decoding",
+  title: "State and decoding",
+  purpose: "What a model keeps of a text to write the next word.",
+  stops: [
+    {
+      state: { example: "words", "parameters.causal": true, "parameters.scale": 1, row: 5 },
+      section: "weights",
+      look: "#map .surface",
+      text: "A model writes one word at a time, and each new word adds one row at the bottom of the map: “step” came last and takes 0.2184 from “journey”. The rows above never change, because they cannot see the new word, so only the last row has to be computed.",
+    },
+    {
+      state: { example: "words", "parameters.causal": true, "parameters.scale": 1 },
+      section: "length",
+      look: "#sweep details",
+      measure: { variants: ["softmax"], ...SIZES },
+      text: "For its new row, softmax needs the keys and values of all words before, and models keep them in a cache, which saves computing everything again. The cache grows with the text, as the table says: 33,280 bytes after 64 words, 1,049,088 bytes after 2,048, for a single head.",
+    },
+    {
+      state: { example: "words", variant: "mean", row: 5 },
+      section: "weights",
+      look: "#row table",
+      text: "A running average needs no cache: keep the sum of all words and their number, add the next word, and divide. For “step” that is a sixth of each, 0.1667, and what is kept, the state, has the same size after any number of words.",
+    },
+    {
+      state: { example: "words", variant: "linear", "parameters.causal": true },
+      section: "length",
+      look: "#sweep details",
+      measure: { variants: ["softmax", "linear"], ...SIZES },
+      text: "Linear attention has such a state as well: the table of keys times values, to which each word adds its own. After 64 words it keeps 65,608 bytes, after 2,048 words the same, and the time for the next word does not grow with the text either.",
+    },
+    {
+      state: {
+        variant: "gated",
+        "parameters.rule": '"gated"',
+        "parameters.scale": 1,
+        tensors: JSON.stringify(FORGETTING),
+        labels: "Your journey starts with one step",
+        row: 5,
+      },
+      section: "weights",
+      look: "#row table",
+      text: "A state of fixed size cannot hold every word well, so newer models let it fade: here each new word first halves all that the state holds. “step” has 0.9450 for itself and 0.0197 for “Your”, five words back: recent words are clear, and old ones are nearly forgotten.",
+    },
+  ],
+};

@@ -1,0 +1,116 @@
+"""Tests the lessons in Chromium: every stop, the keys, links to a stop, and the way back."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from playwright.sync_api import Page, expect
+
+from support.accessibility import overflow, problems
+from support.browser import Open, wait_until_drawn
+from support.service import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHOWS = """numbers => {
+    const parts = [...document.querySelectorAll("main, form")].map((one) => one.textContent);
+    const values = [...document.querySelectorAll("input, select")].map((one) => one.value);
+    const text = [...parts, ...values].join(" ");
+    return numbers.every((number) => text.includes(number));
+}"""
+
+
+def stops_of(page: Page) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
+    """Returns the lessons, with the place and the content of each of their stops."""
+    lessons: list[dict[str, Any]] = page.evaluate(
+        "async () => (await import('/playground/lessons/lesson_list.js')).LESSONS"
+    )
+    for lesson in lessons:
+        for number, stop in enumerate(lesson["stops"], start=1):
+            yield lesson, f"{number} of {len(lesson['stops'])}", stop
+
+
+def numbers_of(text: str) -> list[str]:
+    """Returns the numbers of a text, as the page writes them."""
+    return re.findall(r"\N{MINUS SIGN}?\d+(?:[.,]\d+)*", text)
+
+
+def test_each_stop_shows_its_section_and_every_number_of_its_text(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_page(server.url)
+    page = wait_until_drawn(opened)
+    page.get_by_role("link", name="What attention is").click()
+    panel = page.locator("#lesson")
+    for lesson, place, stop in stops_of(page):
+        expect(panel.get_by_role("heading")).to_have_text(lesson["title"])
+        expect(panel.locator("header .hint")).to_have_text(place)
+        expect(panel.locator("p")).to_have_text(stop["text"])
+        assert len(re.findall(r"[.?](?= |$)", stop["text"])) == 2, stop["text"]
+        wait_until_drawn(opened)
+        expect(page.locator("#sweep progress")).to_be_hidden()
+        expect(page.locator("#alert")).to_be_hidden()
+        expect(page.locator(f"section:has(#{stop['section']}-title)")).to_be_in_viewport()
+        if "look" in stop:
+            expect(page.locator(".looked-at")).to_be_in_viewport()
+        page.wait_for_function(SHOWS, arg=numbers_of(stop["text"]))
+        panel.locator(".primary").click()  # Next, Next lesson, and Close at the end
+    expect(panel).to_be_hidden()
+    expect(page.get_by_role("link", name=lesson["title"])).to_be_focused()
+    expect(page).not_to_have_url(re.compile("lesson="))
+
+
+def test_lesson_is_followed_by_keys_links_and_history(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url, path="/#lesson=causal&stop=2")
+    page = wait_until_drawn(opened)
+    panel = page.locator("#lesson")
+    place = panel.locator("header .hint")
+    expect(panel.get_by_role("heading")).to_have_text("Causal masks")
+    expect(place).to_have_text("2 of 6")
+    expect(page.get_by_label("Query", exact=True)).to_have_value("5")
+    assert urlsplit(page.url).fragment == "lesson=causal&stop=2"
+
+    page.keyboard.press("ArrowRight")  # nothing has the focus
+    expect(place).to_have_text("3 of 6")
+    expect(page.get_by_label("Variant", exact=True)).to_have_value("mean")
+    page.wait_for_url("**/#lesson=causal&stop=3")
+    page.get_by_label("Variant", exact=True).select_option("linear")
+    page.wait_for_url("**/#lesson=causal&stop=3&example=words&variant=linear**")
+    page.get_by_label("Query", exact=True).press("ArrowRight")  # moves in the text of the field
+    expect(place).to_have_text("3 of 6")
+    panel.get_by_role("button", name="Next").click()
+    expect(place).to_have_text("4 of 6")
+    expect(page.get_by_label("Variant", exact=True)).to_have_value("softmax")
+    page.wait_for_url("**/#lesson=causal&stop=4")
+    page.go_back()
+    expect(place).to_have_text("3 of 6")
+    expect(page.get_by_label("Variant", exact=True)).not_to_have_value("softmax")
+
+    page.get_by_role("link", name="Why linear is linear").click()
+    heading = panel.get_by_role("heading")
+    expect(heading).to_have_text("Why linear is linear")
+    expect(heading).to_be_focused()
+    page.get_by_role("button", name="Undo").click()
+    expect(heading).to_have_text("Causal masks")
+    page.get_by_role("button", name="Close the lesson").click()
+    expect(panel).to_be_hidden()
+    expect(page.locator(".looked-at")).to_have_count(0)
+
+
+def test_lesson_leaves_the_map_free_in_each_width(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url, path="/#lesson=attention&stop=1")
+    page = wait_until_drawn(opened)
+    for width, height in {390: 844, 1440: 900}.items():
+        page.set_viewport_size({"width": width, "height": height})
+        box = page.locator("#lesson").bounding_box()
+        drawn = page.locator("#map canvas").first.bounding_box()
+        assert box is not None
+        assert drawn is not None
+        is_beside = box["x"] + box["width"] <= drawn["x"]
+        is_below = box["y"] >= drawn["y"] + drawn["height"]
+        assert is_beside or is_below, (width, box, drawn)
+        assert not overflow(page)
+    assert not problems(page, ".columns")
