@@ -57,7 +57,7 @@ check: .venv/.installed ## check lint, formatting and types
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
-docs: .venv/.installed ## write docs/variants.md, the README's table, the pictures and the API's examples
+docs: .venv/.installed ## write the generated pages, tables and pictures, and the API's examples
 	@.venv/bin/python docs/make.py
 
 bench: .venv/.installed ## measure the cost of a request, into docs/performance.md

@@ -1,4 +1,4 @@
-"""Generates docs/variants.md, the pictures of the variants and the README's table.
+"""Generates docs/variants.md with its pictures, the README's table and the table of settings.
 
 It also generates the examples of the OpenAPI document.
 
@@ -16,6 +16,7 @@ import variant_pictures
 
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
+from qkv.settings import Settings
 
 ROOT: Final = Path(__file__).parent.parent
 PICTURES: Final = "service/qkv/attention/variants/pictures"
@@ -28,13 +29,24 @@ _BOUNDS: Final = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "
 def build_files() -> dict[str, str]:
     """Returns the text of every generated page, by its path from the root."""
     every = list(catalogue.variants().values())
-    readme = (ROOT / "README.md").read_text()
-    before, rest = readme.split(BEGIN)
-    after = rest.split(END, 1)[1]
     return {
-        "README.md": before + BEGIN + "\n".join(_summary(every)) + "\n" + END + after,
+        "README.md": _with_part("README.md", _summary(every)),
+        "docs/running.md": _with_part("docs/running.md", _settings()),
         "docs/variants.md": "\n".join(_page(every)) + "\n",
     }
+
+
+def _with_part(path: str, lines: Iterator[str]) -> str:
+    """Returns the text of a page with these lines as its generated part."""
+    before, rest = (ROOT / path).read_text().split(BEGIN)
+    return before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END, 1)[1]
+
+
+def _settings() -> Iterator[str]:
+    """Yields the table of the settings."""
+    yield "| setting | default | meaning |\n| --- | --- | --- |"
+    for name, field in Settings.model_fields.items():
+        yield f"| `QKV_{name.upper()}` | `{field.default}` | {field.description} |"
 
 
 def draw_pictures() -> dict[str, str]:

@@ -108,18 +108,19 @@ def capture(
         model: any torch model.
         layers: names of the layers to record, or of modules around them, such as
             "encoder.layer.3"; "*" stands for any characters. None: all.
-        heads: numbers of the query heads to record; None: all.
-        max_bytes: budget of the recorded tensors. Layers beyond it are reported in `missed`.
+        heads: different numbers of the query heads to record; None: all.
+        max_bytes: budget of the recorded tensors. Calls beyond it are reported in `missed`.
 
     Returns:
-        A context manager that yields the calls. They grow while the model runs.
+        A context manager that yields the calls, which grow while the model runs.
 
     Raises:
-        InvalidContent: the model has no such layer or head.
+        InvalidContent: the model has no such layer or head, or a head is twice in `heads`.
         ImportError: torch is not installed; `qkv[models]` brings it.
 
     Warns:
-        CaptureWarning: at the end of the block, if attention was not captured.
+        CaptureWarning: at the end of the block, if attention was not captured; `missed` has the
+            layers, and each name of `layers` that made no call.
     """
     from qkv.models.capture import capture as start
 
@@ -132,7 +133,8 @@ def substitute(
     """Runs a torch model with another variant in layers or heads, inside the block.
 
     The model is left as it was. Its output can be differentiated once, so the model can be trained
-    with the variant. Substituted heads drop no weights.
+    with the variant. Substituted heads drop no weights, and queries that are padding keep the
+    output of the model's own attention.
 
     Args:
         model: any torch model whose calls `capture` records.

@@ -59,9 +59,9 @@ class Settings(BaseSettings):
         SecretStr | None,
         Field(
             description="Comma-separated API keys: `KEY`, `NAME:KEY` or `NAME:KEY:WEIGHT`. "
-            "Requests without one (`Authorization: Bearer <key>`) get 401, except on /livez, "
-            "/readyz, /v2/health/* and the playground's own files. By default there is no "
-            "authentication."
+            "Requests without one (`Authorization: Bearer <key>`) get 401, except on "
+            "`/livez`, `/readyz`, `/v2/health/*` and the playground's own files. By "
+            "default there is no authentication."
         ),
     ] = None
     api_keys_file: Annotated[
@@ -76,8 +76,8 @@ class Settings(BaseSettings):
         Field(
             ge=1,
             le=65535,
-            description="Port that serves /metrics alone, without a key, at the same address. By "
-            "default there is none, and /metrics needs a key as other paths do.",
+            description="Port that serves `/metrics` alone, without a key, at the same address. "
+            "By default there is none, and `/metrics` needs a key as other paths do.",
         ),
     ] = None
     cors_origins: Annotated[
@@ -91,14 +91,15 @@ class Settings(BaseSettings):
         str | None,
         Field(
             description="Comma-separated names that the `Host` of a request may have, besides the "
-            "names and addresses of the machine, or `*`. By default any, except if the service "
-            "listens on a loopback address only."
+            "names and addresses of the machine, or `*`. By default any, except if "
+            "the service listens on a loopback address only."
         ),
     ] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         Field(
-            description="Device for attention: cpu, cuda, or auto. auto takes CUDA if available."
+            description="Device for attention: `cpu`, `cuda`, or `auto`, which takes CUDA if it "
+            "is available."
         ),
     ] = "auto"
     workers: Annotated[
@@ -113,16 +114,18 @@ class Settings(BaseSettings):
     device_process: Annotated[
         Literal["auto", "each", "one"],
         Field(
-            description="each: every worker uses the device itself. one: one additional process "
-            "uses it for all workers. auto means one for several workers on a GPU, otherwise each."
+            description="`each`: every worker uses the device itself. `one`: one additional "
+            "process uses it for all workers. `auto` means `one` for several workers "
+            "on a GPU, otherwise `each`."
         ),
     ] = "auto"
     devices: Annotated[
         str | None,
         Field(
-            description="Comma-separated devices, all cpu or all cuda:N, such as cuda:0,cuda:1. "
-            "Each has a device process. A request runs on the one with the least queued work. By "
-            "default there is one device, QKV_DEVICE."
+            description="Comma-separated devices, all `cpu` or all `cuda:N`, such as "
+            "`cuda:0,cuda:1`. Each has a device process, and a request runs on the "
+            "one with the least queued work. By default there is one device, "
+            "`QKV_DEVICE`."
         ),
     ] = None
     threads: Annotated[
@@ -131,16 +134,16 @@ class Settings(BaseSettings):
             ge=1,
             le=1024,
             description="CPU threads of one call in each worker. The last bits of some variants "
-            "depend on this number. A large request whose bits do not depend on it uses as many "
-            "threads as there are workers, if no other request runs.",
+            "depend on this number. A large request whose bits do not depend on it "
+            "uses as many threads as there are workers, if no other request runs.",
         ),
     ] = 1
     variants: Annotated[
         DirectoryPath | None,
         Field(
-            description="Folder of variants of one's own: each file NAME.py is served as the "
-            "variant NAME, beside those of the package. It is read and checked at the start; a "
-            "file that fails stops it."
+            description="Folder of your own variants: each file `NAME.py` is served as the "
+            "variant `NAME`, beside those of the package. It is read and checked at "
+            "the start, which a file that fails stops."
         ),
     ] = None
     max_batch: Annotated[
@@ -148,16 +151,17 @@ class Settings(BaseSettings):
         Field(
             ge=0,
             le=4096,
-            description="Largest number of requests in a batch. 1 turns batching off. 0 means 1 on "
-            "a CPU and 64 on a GPU.",
+            description="Largest number of requests in a batch. 1 turns batching off. 0 means 1 "
+            "on a CPU and 64 on a GPU.",
         ),
     ] = 0
     verify_batches: Annotated[
         Literal["off", "sample", "always"],
         Field(
             description="Batches on a GPU of which some requests also run alone, to compare the "
-            "bits: none (off), the first of each kind and size and every 1024th (sample), or all "
-            "(always). A kind with other bits is not batched again with that size."
+            "bits: none (`off`), the first of each kind and size and every 1024th "
+            "(`sample`), or all (`always`). A kind with other bits is not batched "
+            "again with that size."
         ),
     ] = "sample"
     tf32: Annotated[
@@ -168,7 +172,7 @@ class Settings(BaseSettings):
         ),
     ] = False
     max_body_bytes: Annotated[
-        int, Field(ge=1, description="Largest request body in bytes; a larger one gets 413.")
+        int, Field(ge=1, description="Largest request body; a larger one gets 413.")
     ] = 256 * _MiB
     max_response_bytes: Annotated[
         int, Field(ge=1, description="Largest response in tensor bytes; a larger one gets 413.")
@@ -194,7 +198,8 @@ class Settings(BaseSettings):
         Field(
             ge=1,
             description="Largest number of bytes of queued tensors, and of bodies that are being "
-            "received or decompressed; more get 503.",
+            "received or decompressed; more get 503. With a device process, also each "
+            "worker's share of the shared memory for requests and responses.",
         ),
     ] = 4 * _GiB
     read_timeout_s: Annotated[
@@ -217,7 +222,7 @@ class Settings(BaseSettings):
     ] = 30.0
     request_log: Annotated[
         Literal["off", "json"],
-        Field(description="json writes one line of JSON per request to standard output."),
+        Field(description="`json` writes one line of JSON per request to standard output."),
     ] = "off"
     max_queue_flops: Annotated[
         int,
@@ -229,8 +234,8 @@ class Settings(BaseSettings):
         float,
         Field(
             ge=0,
-            description="Seconds that a request may wait in the queue; then it gets 504 and is not "
-            "run. 0 means no limit.",
+            description="Seconds that a request may wait in the queue; then it gets 504 and is "
+            "not run. 0 means no limit.",
         ),
     ] = 0.0
     drain_s: Annotated[
@@ -251,17 +256,18 @@ class Settings(BaseSettings):
     checkpoints: Annotated[
         str | None,
         Field(
-            description="Comma-separated NAME=PATH: checkpoints whose attention layers requests "
-            "may name. A path is that of a .safetensors file, an index of several, or a folder "
-            "with one of them. A name has lower-case letters, digits and -. By default there are "
-            "none."
+            description="Comma-separated `NAME=PATH`: checkpoints whose attention layers requests "
+            "may name. A path is that of a `.safetensors` file, an index of several, "
+            "or a folder with one of them. A name has lower-case letters, digits and "
+            "`-`. By default there are none."
         ),
     ] = None
     preload: Annotated[
         bool,
         Field(
             description="If true, a GPU gets the layers of the checkpoints before the first "
-            "request, as many as fit. By default it gets each at the first request that names it."
+            "request, as many as fit. By default it gets each at the first request "
+            "that names it."
         ),
     ] = False
     max_device_layer_bytes: Annotated[

@@ -13,10 +13,10 @@ from qkv.cli.output import echo
 __all__ = ["check_variant"]
 
 
-@click.command(short_help="Check a variant's file against its contract.")
+@click.command(short_help="Checks a variant's file against its contract.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def check_variant(file: Path) -> None:
-    """Check a variant's FILE against its contract: one line for each check.
+    """Checks a variant's FILE against its contract, and prints one line for each check.
 
     The file may be anywhere; in attention/variants it is also served. The exit status is 1 if a
     check fails.

@@ -59,12 +59,12 @@ def main() -> None:
 @click.option(
     "--devices",
     metavar="NAMES",
-    help="Devices, such as cuda:0,cuda:1; each has a process.  [env var: QKV_DEVICES]",
+    help="Devices, such as cuda:0,cuda:1; each has a process of its own.  [env var: QKV_DEVICES]",
 )
 @click.option(
     "--variants",
     metavar="DIR",
-    help="Folder of variants of one's own, NAME.py for each.  [env var: QKV_VARIANTS]",
+    help="Folder of your own variants, a file NAME.py for each.  [env var: QKV_VARIANTS]",
 )
 @click.option(
     "--checkpoint",
@@ -78,7 +78,7 @@ def main() -> None:
     "--preload",
     is_flag=True,
     default=None,
-    help="At the start, a GPU gets as many layers as fit.  [env var: QKV_PRELOAD]",
+    help="Give a GPU as many layers as fit before the first request.  [env var: QKV_PRELOAD]",
 )
 @click.option(
     "--strict-checkpoints",

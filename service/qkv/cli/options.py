@@ -68,7 +68,7 @@ API_KEY: Final = click.option(
     envvar="QKV_API_KEY",
     show_envvar=True,
     metavar="KEY",
-    help="One of the service's keys.  Other users see it in a list of processes: better set the "
+    help="One of the service's keys.  Other users see it in a list of processes, so better set the "
     "variable.",
 )
 LOCAL: Final = click.option(
@@ -108,7 +108,7 @@ SIZES: Final = click.option(
     help="Sizes of axes, such as L=64,S=128,D=64.  [default: the family's]",
 )
 REPEATS: Final = click.option(
-    "--repeats", type=int, metavar="N", help="Timed runs of each.  [default: the service's]"
+    "--repeats", type=int, metavar="N", help="Timed runs of each variant.  [default: the service's]"
 )
 HEADS: Final = click.option("--heads", type=int, help="The number of query heads of the layer.")
 KV_HEADS: Final = click.option(

@@ -83,7 +83,7 @@ def _split(
     "--timeout",
     type=click.FloatRange(0, min_open=True),
     metavar="SECONDS",
-    help="The time of one run.  [default: 60]",
+    help="The time that one run may take.  [default: 60]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def verify(

@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 
 
 class Client:
-    """Sends requests to a qkv service. Threads may share a client. It is a context manager.
+    """A client of a qkv service, which threads may share; a context manager.
 
     Args:
         url: of the service; None: the variable QKV_URL, else http://127.0.0.1:8000.
@@ -93,15 +93,15 @@ class Client:
         weights: str | Mapping[str, Any] | None = None,
         **inputs_and_parameters: Any,
     ) -> Run:
-        """Runs a variant.
+        """Runs a variant on arrays of numpy or torch.
 
         Args:
             variant: its name, for instance "softmax".
-            layer: {"layout": "auto", "heads": n, "prefix": "...", "tensors": {...}}: the weights of
-                the projections. The tensors may be the `state_dict()` of a whole model: the client
-                sends the floating ones below the prefix. Or the name of a layer that the service
-                has loaded, which `layers` lists: "minilm.encoder.layer.3", or an object with
-                `name` and other fields.
+            layer: the projections around the variant, as an object {"layout": "auto", "heads": n,
+                "prefix": "...", "tensors": {...}}. The tensors may be the `state_dict()` of a whole
+                model: the client sends the floating ones below the prefix. Or the name of a layer
+                that the service has loaded, which `layers` lists, such as "minilm.encoder.layer.3",
+                or an object with `name` and other fields.
             outputs: the names of the outputs to return; None: output and weights.
             weights: the form of the weights: "full", "none", "stats", {"rows": [0, 5]},
                 {"top_k": 8} or {"pool": 64}. The run has them in `outputs`: `weights`, and with
@@ -113,6 +113,10 @@ class Client:
                 the dtype of the arrays, else float32. `state` is the state of another run,
                 `run.state`, which `outputs` names as "state". All other values are parameters, such
                 as `causal=True`.
+
+        Returns:
+            The run, with arrays of the inputs' kind: `output` (B,H,L,E), `weights` (B,H,L,S), and
+            the others that were asked for, with as many axes as the inputs have.
 
         Raises:
             QkvError: the service rejected the request. The class gives the kind of error, and
@@ -138,6 +142,10 @@ class Client:
             grad_output: the gradient of the output, in the shape of the output.
             layer: as for `attend`; the tensors in a request have gradients too.
             **inputs_and_parameters: as for `attend`.
+
+        Returns:
+            A gradient for each floating input and each tensor of the layer, by its name and in its
+            shape.
 
         Raises:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
@@ -168,6 +176,9 @@ class Client:
             layer: as for `attend`.
             **inputs_and_parameters: as for `attend`. Parameters are for all variants and the
                 baseline; a variant's own parameters override them.
+
+        Returns:
+            The distances of outputs and weights from the baseline's, in float64, and the costs.
 
         Raises:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
@@ -230,7 +241,7 @@ class Client:
         grouped: str | None = None,
         bias: str | None = None,
     ) -> Converted:
-        """Converts a layer's weights to another layout. Numbers are moved only; no bit changes.
+        """Converts a layer's weights to another layout: numbers are moved, and no bit changes.
 
         Args:
             tensors: weights by name, such as the `state_dict()` of a layer or of a whole model.
@@ -248,6 +259,9 @@ class Client:
                 as many of both; "refuse" (the default of the service) rejects grouped heads.
             bias: "augment" stores a bias, for which v1 has no place, as one more row of the
                 weight; "refuse" (the default of the service) rejects it.
+
+        Returns:
+            The weights in the target layout, and how far both layers differ on one random input.
 
         Raises:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
@@ -326,6 +340,10 @@ class Client:
             seed: of the inputs; None: the service draws one, so that nobody can foresee them.
             **parameters: of the variant, such as `causal=True`.
 
+        Returns:
+            The verdict: whether every number is within its budget, and the names of known bugs that
+            give these results.
+
         Raises:
             QkvError: as for `attend`, or a result is no array.
             ServiceUnreachable, httpx.TransportError: as for `attend`.
@@ -344,9 +362,9 @@ class Client:
         return self.send(build_layers())["layers"]
 
     def variants(self) -> list[dict[str, Any]]:
-        """Returns the catalogue.
+        """Returns the catalogue of variants.
 
-        Each variant has its formula, paper, cost, inputs, parameters, outputs, and the path of a
+        Each has its formula, paper, cost, inputs, parameters, outputs, and the path of a
         picture.
 
         Raises:

@@ -46,30 +46,7 @@ def capture(
     heads: Sequence[int] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Iterator[Calls]:
-    """Records every attention call of a model inside the block.
-
-    The model keeps its attention implementation and its bits. It is left as it was. Calls of
-    `scaled_dot_product_attention`, of the attention functions of transformers and of
-    `nn.MultiheadAttention` are recorded, in every thread. Tensors are copied to the CPU.
-
-    Args:
-        model: any torch model.
-        layers: names of the layers to record, or of modules around them; "*" stands for any
-            characters. None: all.
-        heads: different numbers of the query heads to record; None: all.
-        max_bytes: budget of the recorded tensors. Calls beyond it are reported in `missed`.
-
-    Yields:
-        The calls, which grow while the model runs.
-
-    Raises:
-        InvalidContent: the model has no layer of such a name, or a head does not exist or is
-            twice in `heads`.
-
-    Warns:
-        CaptureWarning: at the end, if attention was not captured; `missed` has the layers, and
-            each name of `layers` that made no call.
-    """
+    """Records every attention call of a model inside the block: see `qkv.capture`."""
     _check(model, layers, heads)
     recorder = _Recorder(layers, heads, max_bytes)
     with Interceptor(model, recorder, is_recorder=True):

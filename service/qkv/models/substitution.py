@@ -43,28 +43,7 @@ class SubstituteWarning(UserWarning):
 def substitute(
     model: nn.Module, variants: Substitutes, *, client: Client | None = None
 ) -> Iterator[SubstitutionReport]:
-    """Runs another variant in layers or heads of a model inside the block.
-
-    The model is left as it was. The output can be differentiated once. Substituted heads drop no
-    weights. Queries that are padding keep the output of the model's own attention.
-
-    Args:
-        model: any torch model whose calls `capture` records.
-        variants: a variant for all layers: its name, or {"variant": "taylor", "parameters": {...},
-            "heads": [0, 5]}. Or such a variant for each of some layers, {"encoder.layer.3":
-            "linear"}; the keys are those of `layers` of `capture`, and the last that fits counts.
-        client: of a service that computes the variants; None: this process.
-
-    Yields:
-        The report, which grows while the model runs.
-
-    Raises:
-        QkvError: there is no such variant, layer or head. Also inside the block, if a variant
-            cannot see what its layer sees, such as a mask of its own.
-
-    Warns:
-        SubstituteWarning: at the end, if a chosen layer was not substituted.
-    """
+    """Runs another variant in layers or heads of a model inside the block: see `qkv.substitute`."""
     substitutes = _parse(variants, client)
     check_layers_exist(model, [pattern for pattern, _ in substitutes])
     handler = _Substituter(substitutes)

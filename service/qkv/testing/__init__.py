@@ -1,7 +1,7 @@
 """The oracle: checks that an attention function is right, and names the bug if it is not.
 
-`verify` returns a report, `assert_matches` raises. The docstring of `budget` derives the errors
-that are allowed. It needs torch, which the extra `server` installs.
+`verify` returns a report, `assert_matches` raises. docs/oracle.md derives the errors that are
+allowed. It needs torch, which the extra `server` installs.
 """
 
 try:

@@ -1,39 +1,13 @@
-r"""Error budgets: the error against float64 that a right function may have, for each number.
+"""Error budgets: the error against float64 that a right function may have, for each number.
 
-A budget follows from the numbers of the call, not from measured errors of functions. `u` is the
-unit roundoff of the sums: 2^-24, or 2^-53 for float64 inputs. `t` is that of the inputs' dtype.
-gamma(n) = n u / (1 - n u) bounds the relative error of n roundings, in any order of a sum
-(Higham, Accuracy and Stability of Numerical Algorithms, 2002, lemma 3.1 and section 3.1).
+A budget follows from the numbers of the call, not from measured errors of functions.
+docs/oracle.md derives it, section "The derivation": its steps and symbols are those of the
+functions here, its sources Higham, Accuracy and Stability of Numerical Algorithms, 2002, and
+Blanchard, Higham, Higham, Accurately computing the log-sum-exp and softmax functions, IMA J.
+Numer. Anal. 41, 2021.
 
-Inputs are exact in their dtype, so reading them costs nothing. A right function may
-
-1. scale and round the queries, or round and scale the scores, in the dtype of the inputs,
-2. sum in float32 (float64 for float64 inputs), in any order,
-3. round the weights to the dtype of the inputs before they average the values,
-4. round the output to that dtype.
-
-The derivation for softmax, with p the weights, o = sum_j p_j v_j and |.| for each number:
-
-- A product of D terms, scaled, in base e or 2: |scale| sum_d |q_d k_d| (gamma(D + 6) + 2 t).
-  2 t is point 1, for dtypes narrower than the sums.
-- A cap has a slope of at most 1, and rounds four times: 4 u |score|.
-- The exponent is a difference of score and maximum. With R changes of a running maximum it is a
-  sum of R + 1 such differences (Blanchard, Higham, Higham, Accurately computing the log-sum-exp
-  and softmax functions, IMA J. Numer. Anal. 41, 2021, section 4): 2 (R + 1) u max |score|. R
-  counts the changes in the order of the keys, or in the opposite order.
-- An exp that is wrong by 20 units in the last place moves a score by 40 u. Fast vector code is.
-- Scores that move by d_j, with |d_j| <= e_j, move the output by
-  sum_j p_j (e^d_j - 1) (v_j - o) / sum_j p_j e^d_j, because sum_j p_j (v_j - o) = 0. It is at most
-  sum_j p_j (e^e_j - 1) |v_j - o| / sum_j p_j e^-e_j, and at most the largest |v_j - o|.
-- exp(score - lse), with the logarithm lse of the sum, needs no quotient, and merges parts of the
-  keys. Rounding lse, whose size is at most M + log n for the largest |score| M, changes all weights
-  of a row alike (Blanchard, Higham, Higham, section 3): 3 u (M + log n) sum_j p_j |v_j|.
-- The sums of weights and of values round n + R + 8 times for n visible keys:
-  gamma(n + R + 8) (sum_j p_j |v_j| + |o|).
-- Points 3 and 4: t sum_j p_j |v_j| + t |o|. Underflow loses at most the smallest number per term.
-
-`gradient_budget` has the bounds of the backward pass of Dao et al., FlashAttention,
-arXiv:2205.14135, appendix B.2, with the same steps. `condition` has a budget for any other variant.
+`gradient_budget` has the bounds of the backward pass, with the same steps. `condition` has a
+budget for any other variant.
 """
 
 from __future__ import annotations

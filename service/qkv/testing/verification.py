@@ -96,6 +96,9 @@ def verify(
         seed: of the inputs; the same seed draws the same inputs.
         **parameters: of the variant, for instance `causal=True`.
 
+    Returns:
+        The report: its `checks`, and in `diagnosis` the names of known bugs that fit them.
+
     Raises:
         QkvError: the variant, a family, a dtype or a parameter is invalid.
     """
