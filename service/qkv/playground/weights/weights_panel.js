@@ -35,6 +35,7 @@ export function createWeightsPanel(state, { onHead, onChange, onCall, announce }
       showReadout(map, cell, byKey);
       if (cell) rowSelection.point(cell.row);
     },
+    effect: "pin its row",
     onSelect: (bin) => rowSelection.select(bin),
     onRoot: (usesRoot) => {
       state.usesRoot = usesRoot;
@@ -47,7 +48,11 @@ export function createWeightsPanel(state, { onHead, onChange, onCall, announce }
     onPoint: (cell, byKey) => showReadout(output, cell, byKey, " "),
   });
   return {
-    heatmaps: [map, output],
+    /** Redraws with the colours of the theme. */
+    repaint: (view) => {
+      for (const one of [map, output]) one.repaint();
+      if (view?.weights) showHeads(view.weights, state.head);
+    },
     showReadout,
     /** Empties the table, whose numbers must not get the labels of the next run. */
     clear: () => showWeightsTable(null),
