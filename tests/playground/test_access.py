@@ -25,7 +25,9 @@ def unfold(page: Page) -> None:
     """Opens every section and every `details` element."""
     unfold_sections(page)
     page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
-    expect(page.locator("#gradients")).not_to_have_attribute("aria-busy", "true")
+    for section in ("#steps", "#gradients"):
+        expect(page.locator(f"{section} > div")).not_to_be_empty()
+        expect(page.locator(section)).not_to_have_attribute("aria-busy", "true")
 
 
 @pytest.mark.parametrize("width", WIDTHS)

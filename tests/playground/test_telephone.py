@@ -58,7 +58,7 @@ def test_sections_fold_and_open(open_page: Open, server: Server) -> None:
 
     page.set_viewport_size({"width": 1440, "height": 900})
     expect(page.locator("#map")).to_be_visible()
-    expect(page.locator("main .fold")).to_have_text(["Gradients"])
+    expect(page.locator("main .fold")).to_have_text(["Steps", "Gradients"])
 
 
 def test_link_opens_sections(open_page: Open, server: Server) -> None:

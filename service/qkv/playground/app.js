@@ -6,9 +6,9 @@ import { createCheckpointPanel } from "./checkpoint/checkpoint_panel.js";
 import { createLoadedLayers } from "./checkpoint/loaded_layers.js";
 import { createComparisons } from "./compare/comparisons.js";
 import { createRequestPanel } from "./copy/request_panel.js";
+import { createDetailSections } from "./detail_sections.js";
 import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
-import { createGradientsPanel } from "./gradients/gradients_panel.js";
 import { listenToTerms } from "./glossary.js";
 import { createExampleSelect } from "./inputs/example_select.js";
 import { EXAMPLES } from "./inputs/examples.js";
@@ -47,29 +47,24 @@ const pageHistory = createPageHistory(
   (canUndo) => (findById("undo").disabled = !canUndo),
 );
 const pageLayout = createPageLayout(state, pageHistory.amend);
+const callbacks = { onChange: pageHistory.record, onRequest: showRequest, onCall, announce };
 const weightsPanel = createWeightsPanel(state, {
+  ...callbacks,
   onHead: (head) => {
     const labels = labelsOfSequence(head, state);
     if (labels !== state.labels) findById("labels").value = formatLabels(labels);
     Object.assign(state, { head, labels });
     redraw();
   },
-  onChange: pageHistory.record,
-  onCall,
-  announce,
+  onRow: (row) => details.follow(row),
 });
-const gradientsPanel = createGradientsPanel(state, {
-  onChange: pageHistory.record,
-  onCall,
-  onRequest: (request) => showRequest("gradients", request),
-  announce,
+const details = createDetailSections(state, pageLayout, {
+  ...callbacks,
+  onRow: weightsPanel.selectRow,
 });
 const comparisons = createComparisons(state, {
-  onCall,
+  ...callbacks,
   onPoint: weightsPanel.showReadout,
-  onChange: pageHistory.record,
-  onRequest: showRequest,
-  announce,
 });
 const lessonPanel = createLessonPanel(state, {
   onStop: (fragment) => showLink(fragment, null, state),
@@ -197,7 +192,7 @@ function chooseVariant(name) {
 function expectRun() {
   view = null; // its numbers must not get the labels of the next
   weightsPanel.clear();
-  gradientsPanel.clear();
+  details.clear();
   runDebounced.cancel();
   running?.abort();
   running = new AbortController();
@@ -243,8 +238,7 @@ function draw() {
   if (!view) return;
   summary.showNotes(view, state);
   weightsPanel.draw(view);
-  gradientsPanel.show(view);
-  pageLayout.whenOpen("gradients", gradientsPanel.load);
+  details.draw(view);
 }
 
 /** Draws the maps for another head or other labels. */
@@ -270,11 +264,11 @@ function listen() {
 
 function start() {
   listenToTheme(findById("theme"), () => {
-    for (const one of [weightsPanel, gradientsPanel, comparisons, captured]) one.repaint(view);
+    for (const one of [weightsPanel, details, comparisons, captured]) one.repaint(view);
   });
   listen();
   listenToTerms();
-  listenToSectionLinks(pageLayout.openSection);
+  listenToSectionLinks(pageLayout.open);
   listenToCopyLink(pageHistory.createLink);
   loadCatalogue();
 }

@@ -24,5 +24,5 @@ export function createPageLayout(state, amend) {
     showPresenter();
     sections.show();
   };
-  return { show, openSection: sections.open, whenOpen: sections.whenOpen };
+  return { show, open: sections.open, whenOpen: sections.whenOpen };
 }

@@ -57,7 +57,7 @@ function rangeOf(numbers) {
 /** True if dark text has more contrast on a colour than white text (WCAG 2, relative luminance). */
 export function isLight(rgb) {
   const linear = rgb.map((u) => (u <= 10 ? u / 3294.6 : ((u / 255 + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.185;
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.183;
 }
 
 function colourAt(share, isDark) {
