@@ -69,7 +69,7 @@ class ApiKeys:
 
 
 class ApiKeyMiddleware:
-    """Rejects requests without a valid key, before their body is read.
+    """A middleware that rejects requests without a valid key, before their body is read.
 
     Args:
         app: the application to protect.

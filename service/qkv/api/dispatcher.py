@@ -25,7 +25,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Dispatcher:
-    """Calls the endpoint of a request that runs a variant by its path, and FastAPI's for others.
+    """A dispatcher that calls the endpoint of a run by its path, and FastAPI's for the others.
 
     Args:
         app: has all endpoints. Its routing takes longer than a small attention.

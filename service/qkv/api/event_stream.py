@@ -37,7 +37,7 @@ Event = tuple[str, Any]
 
 
 class EventStreamResponse(Response):
-    """Sends events until the generator ends or the client disconnects, which cancels it."""
+    """A response of events until the generator ends or the client disconnects, which cancels it."""
 
     def __init__(self, events: AsyncGenerator[Event, None]) -> None:
         self._events = events

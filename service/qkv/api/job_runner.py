@@ -44,7 +44,7 @@ _MAX_TIMEOUT_S: Final = 1e9
 
 
 class JobRunner:
-    """Runs jobs for HTTP clients.
+    """A runner of jobs for HTTP clients.
 
     Args:
         engine: runs the jobs.

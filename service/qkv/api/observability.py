@@ -97,7 +97,7 @@ def request_id() -> str:
 
 
 class RequestObserver:
-    """Counts, logs and traces the requests of one process, and gives them ids.
+    """The observer of one process: counts, logs and traces requests, and gives them ids.
 
     Args:
         metrics_recorder: counts the requests.
@@ -206,7 +206,7 @@ class RequestObserver:
 
 
 class ObservabilityMiddleware:
-    """Observes all requests of an application."""
+    """A middleware that observes all requests of an application."""
 
     def __init__(self, app: ASGIApp, observer: RequestObserver) -> None:
         self._app, self._observer = app, observer

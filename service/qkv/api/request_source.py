@@ -102,7 +102,7 @@ class SourceRules:
 
 
 class RequestSourceMiddleware:
-    """Refuses requests by their source, before their body is read.
+    """A middleware that refuses requests by their source, before their body is read.
 
     Args:
         app: the application to protect.

@@ -22,7 +22,7 @@ _MAX_IDLE: Final = 20
 
 
 class AsyncConnections:
-    """Sends requests, each on a connection that no other request uses.
+    """Connections of which each serves one request at a time.
 
     Args:
         new_http: creates an httpx client with the URL and options of the service.

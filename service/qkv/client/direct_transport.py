@@ -43,7 +43,7 @@ class _Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 class RequestTemplates:
-    """Builds requests: URL and headers once for each path, then only content and its length.
+    """Requests by path: URL and headers are built once, then only content and its length.
 
     Args:
         http: the httpx client, with the service's URL, the headers and the timeouts.

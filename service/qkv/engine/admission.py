@@ -21,7 +21,7 @@ _MIN_BYTES_PER_S: Final = 1 << 20  # a slower body stops counting after `body_ti
 
 
 class AdmissionController:
-    """Admits or rejects requests, and counts the bodies being received; for one event loop.
+    """The admission of requests, and the count of bodies being received; for one event loop.
 
     Args:
         limit: of the load that is queued and received at the same time.

@@ -36,7 +36,7 @@ Launch = Callable[[Sequence[Job], Device, bool, int, int], Launched]
 
 
 class BatchRunner:
-    """Runs batches of jobs with equal batch keys.
+    """A runner of batches of jobs with equal batch keys.
 
     The device thread calls it and, for small jobs on a CPU, the event loop. Both change the budget;
     an update that is lost does no harm.

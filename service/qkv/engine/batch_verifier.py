@@ -38,7 +38,7 @@ class _Kind:
 
 
 class BatchVerifier:
-    """Compares jobs of a stacked call with themselves alone, bit for bit: first, middle and last.
+    """A check of stacked calls: first, middle and last job are compared with themselves alone.
 
     Batches of one kind have equal `Plan.batch_key`, number of items, and sizes of jobs. A kind with
     other bits is not stacked again, as long as it is among the most recent ones.

@@ -71,7 +71,7 @@ class _BegunBatch(NamedTuple):
 
 
 class Engine:
-    """Takes jobs from one event loop and runs them on one device, in one thread.
+    """A queue of jobs from one event loop, run on one device in one thread.
 
     Args:
         device: runs the jobs.

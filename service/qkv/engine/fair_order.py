@@ -13,7 +13,7 @@ _PARTS: Final = 1 << 20  # of a unit of work, so that a large weight loses nothi
 
 
 class FairOrder:
-    """Chooses the tenant whose job runs next, so that work done is in proportion to weights.
+    """The order in which tenants' jobs run, so that work done is in proportion to weights.
 
     Each tenant has a virtual time: the work of its jobs that have begun, divided by its weight. The
     tenant with the least is next. A tenant without waiting jobs earns nothing: when it brings one,

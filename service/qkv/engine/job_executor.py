@@ -16,7 +16,7 @@ __all__ = ["JobExecutor"]
 
 
 class JobExecutor(Protocol):
-    """Runs the jobs of one process, on a device of its own or in device processes.
+    """An executor of the jobs of one process, on its own device or in device processes.
 
     Attributes:
         admission: admits requests before their bodies are read.

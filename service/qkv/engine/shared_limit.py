@@ -18,7 +18,7 @@ _COMPETING_S: Final = 5.0  # that a tenant keeps its share after its last reques
 
 
 class SharedLimit:
-    """Limits the load that is queued or being received.
+    """The limit of the load that is queued or being received.
 
     A tenant alone may use all of the limit. Tenants that compete have shares of it by their
     weights, and a tenant within its share may exceed the limit while the flood of one that came

@@ -30,7 +30,7 @@ class _WaitingJob(NamedTuple):
 
 
 class SmallJobs:
-    """Runs small jobs on the event loop, once the other requests of this turn have brought theirs.
+    """Small jobs that run on the event loop, once the requests of this turn have brought theirs.
 
     Jobs in a row take less time: torch's code and tables stay in the CPU's caches. The jobs of one
     tenant all run in the turn. While several tenants wait, a few run in each turn, in `FairOrder`.

@@ -40,7 +40,7 @@ _LONG_BATCH_S: Final = 0.01  # the time of a shorter one is mostly independent o
 
 
 class ThroughputEstimate:
-    """Estimates the work done in a second from the last batches."""
+    """An estimate of the work done in a second, from the last batches."""
 
     def __init__(self) -> None:
         self.reset()

@@ -104,7 +104,7 @@ class BoundedCache(Generic[_T]):
 
 
 class PlanCache:
-    """Validates requests, and keeps their plans; for one event loop and its threads.
+    """The plans of validated requests, for one event loop and its threads.
 
     Args:
         limits: of a job.

@@ -35,7 +35,7 @@ _lock: Final = threading.RLock()
 
 
 class Interceptor:
-    """Sends each attention call of a model to a handler. It is a context manager.
+    """A context manager that sends each attention call of a model to a handler.
 
     It replaces `forward` of each module by a wrapper that notes that the module runs. It uses no
     hooks, because torch's fast paths are off for modules with hooks.

@@ -92,7 +92,7 @@ RunOriginal = Callable[[], CallOutput]
 
 
 class Handler(Protocol):
-    """Handles the attention calls of a model."""
+    """A handler of the attention calls of a model."""
 
     def handle(self, call: ModelCall, run: RunOriginal) -> CallOutput:
         """Returns the output that the model goes on with.

@@ -22,7 +22,7 @@ _KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class Acceptor:
-    """Accepts one connection at a time.
+    """A listener that accepts one connection at a time.
 
     Otherwise the worker that wakes first would accept the whole backlog, and the others would idle.
 

@@ -18,7 +18,7 @@ _PROGRESS_BITS: Final = 16  # 1 << 16 bytes of a body must arrive within the rea
 
 
 class ClientProgress:
-    """Counts the checks of a connection in which its client has made no progress.
+    """A count of the checks of a connection in which its client has made no progress.
 
     Attributes:
         has_drained: set when the client has read most of what was written.

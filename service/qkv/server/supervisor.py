@@ -57,7 +57,7 @@ _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
-    """Forks, monitors and restarts the workers, and the device processes if there are any.
+    """The process that forks, monitors and restarts the workers and the device processes.
 
     Args:
         settings: settings of the service.

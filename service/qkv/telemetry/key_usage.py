@@ -56,7 +56,7 @@ class KeyUsage:
 
 
 class KeyUsageRecorder:
-    """Counts the requests of one process; only its event loop may call it."""
+    """A count of the requests of one process by key; only its event loop may call it."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows = rows

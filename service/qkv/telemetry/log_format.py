@@ -11,7 +11,7 @@ __all__ = ["LogFormatter"]
 
 
 class LogFormatter(logging.Formatter):
-    """Formats a record with its time and level.
+    """A format of log records with time and level.
 
     Args:
         as_json: one object of JSON, as the request log has; else text.

@@ -31,7 +31,7 @@ _ESCAPES: Final = {code: text for code, text in _CONTROLS.items() if chr(code) n
 
 
 class BackgroundWriter:
-    """Writes lines from its own thread, many at a time.
+    """A writer of lines from a thread of its own, many at a time.
 
     Drops and counts lines when the queue is full or writing fails.
 
@@ -119,7 +119,7 @@ class BackgroundWriter:
 
 
 class StderrHandler(logging.Handler):
-    """Writes log records of level WARNING and above to standard error, by a `BackgroundWriter`.
+    """A handler that writes log records of WARNING and above to standard error in the background.
 
     The first record after a loss begins with the number of dropped messages.
     """

@@ -137,7 +137,7 @@ class SharedMetrics:
 
 
 class MetricsRecorder:
-    """Counts the requests of one process; only its event loop may call it, except for
+    """A count of the requests of one process; only its event loop may call it, except for
     `add_dropped_log_lines`.
 
     Attributes:

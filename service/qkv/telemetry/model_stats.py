@@ -111,7 +111,7 @@ class ModelStats:
 
 
 class ModelStatsRecorder:
-    """Records the jobs of one process; safe across its threads."""
+    """A record of the jobs of one process; safe across its threads."""
 
     def __init__(self, indices: dict[str, int], counts: np.ndarray) -> None:
         self._rows = {name: float64_view(counts[index]) for name, index in indices.items()}

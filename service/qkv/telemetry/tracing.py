@@ -46,7 +46,7 @@ _NAMES: Final = {  # attribute of a span by field of the request log
 
 
 class Traces:
-    """Sends the traces of one process. OpenTelemetry's environment variables (OTEL_*) set the
+    """The traces of one process. OpenTelemetry's environment variables (OTEL_*) set the
     destination, the sampling and the interval."""
 
     def __init__(self) -> None:

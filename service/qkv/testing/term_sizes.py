@@ -19,7 +19,7 @@ __all__ = ["TermSizes"]
 
 
 class TermSizes(TorchDispatchMode):
-    """Keeps the size of each float64 number that an operation in a `with` block returns.
+    """The size of each float64 number that an operation in a `with` block returns.
 
     The numbers are computed as without the block. The size of a number from elsewhere is its
     absolute value. So is that of a result of an operation that `_SUMS` and `_RULES` lack.

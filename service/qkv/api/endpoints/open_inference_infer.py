@@ -113,7 +113,7 @@ class _KnownHead(NamedTuple):
 
 
 class InferHandler:
-    """Handles inference requests.
+    """The handler of inference requests.
 
     Args:
         job_runner: runs the jobs.

@@ -27,7 +27,7 @@ _RELATIVE_COST: Final = {"base64": 0.1}  # cost of encoding a byte, relative to 
 
 
 class RunHandler:
-    """Handles requests to run a variant.
+    """The handler of requests to run a variant.
 
     Args:
         job_runner: runs the jobs.

@@ -50,7 +50,7 @@ class _Draining(Exception):
 
 
 class LowPriorityRunner:
-    """Runs the jobs of a sweep at the lowest priority.
+    """A runner that gives the jobs of a sweep the lowest priority.
 
     Args:
         job_runner: runs the jobs.

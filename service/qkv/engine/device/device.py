@@ -33,7 +33,7 @@ class MemoryUsage(NamedTuple):
 
 
 class Stopwatch(Protocol):
-    """Measures the seconds of a computation on a device."""
+    """A measurement of the seconds of a computation on a device."""
 
     def stop(self) -> None:
         """Marks the end of the computation; waits for nothing."""

@@ -24,7 +24,7 @@ _FRAME_HEADER: Final = struct.Struct("<IB")
 
 
 class Channel(asyncio.Protocol):
-    """Sends and receives frames on one end of a socket pair.
+    """One end of a socket pair that sends and receives frames.
 
     Args:
         on_message: called with the type and payload of each frame.
@@ -82,7 +82,7 @@ class Channel(asyncio.Protocol):
 
 
 class SocketBroker:
-    """Connects workers and device processes through their control sockets; for the supervisor.
+    """The supervisor's side of the control sockets: connects workers and device processes.
 
     Args:
         workers: number of workers; the device processes have the indices above theirs.

@@ -80,7 +80,7 @@ class LinkOwner:
 
 
 class DeviceLink:
-    """Sends jobs to one device process: those of one turn of the event loop in one frame.
+    """A link to one device process: the jobs of one turn of the event loop go in one frame.
 
     Args:
         number: number of the device process.

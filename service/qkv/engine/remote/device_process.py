@@ -21,7 +21,7 @@ __all__ = ["DeviceProcess"]
 
 
 class DeviceProcess:
-    """Runs the jobs of all workers, so that jobs of different workers form batches.
+    """The process that runs the jobs of all workers, so that these form batches together.
 
     Args:
         engine: runs the jobs.

@@ -14,7 +14,7 @@ _PAUSE_S: Final = 0.02  # between steps of a millisecond, for requests
 
 
 class PageReleaser:
-    """Returns the pages that no block has used for one to two seconds.
+    """A timer that returns the pages which no block has used for one to two seconds.
 
     Args:
         region: memory of the worker.

@@ -16,7 +16,7 @@ __all__ = ["PendingJob"]
 
 
 class ResultSender(Protocol):
-    """Sends results to the worker of a job."""
+    """The way of results to the worker of a job."""
 
     def send_result(self, pending: PendingJob, result: Result) -> None:
         """Sends the result of a job."""

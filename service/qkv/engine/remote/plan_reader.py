@@ -17,7 +17,7 @@ _OBJECT_FACTOR: Final = 12  # a row number takes 3 bytes encoded, and 36 in a tu
 
 
 class PlanReader:
-    """Reads plans, and keeps those that were used last, for the jobs of all workers.
+    """The plans of the jobs of all workers: reads them, and keeps those that were used last.
 
     Args:
         layers: that plans may name.

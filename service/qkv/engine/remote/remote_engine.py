@@ -39,7 +39,7 @@ _POLL_S: Final = 0.05
 
 
 class RemoteEngine:
-    """Sends each job to the device process with the least queued work, of all workers.
+    """An executor that sends each job to the device process with the least queued work.
 
     If a device process ends, another one gets its jobs: they are pure, and their inputs are still
     in shared memory. A job gets one further attempt, because it may be what ends the processes.

@@ -80,7 +80,7 @@ class SharedMemory:
 
 
 class WorkerRegion:
-    """Allocates blocks, first fit: so few requests at a time reuse the same cached memory.
+    """A worker's region, in blocks by first fit: few requests at a time reuse the same memory.
 
     The first write to a page that has returned to the system costs ten times a later one. So pages
     stay while blocks use them again and again. The region may be that of a worker that has ended:

@@ -28,7 +28,7 @@ SweepEvent = tuple[str, Progress | Cell | Done]
 
 
 class Runner(Protocol):
-    """Runs the jobs of a sweep."""
+    """A runner of the jobs of a sweep."""
 
     def reserve(self, size: int) -> AbstractContextManager[Any]:
         """Reserves `size` bytes for inputs.
@@ -46,7 +46,7 @@ class Runner(Protocol):
 
 
 class SweepRun:
-    """Measures the cells of a sweep, one after another.
+    """A sweep whose cells are measured one after another.
 
     Args:
         request: the validated sweep request.

@@ -19,7 +19,7 @@ _LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
 
 
 class ReplicaMetrics:
-    """Copies every sample of GET /metrics into a gauge of Ray.
+    """Gauges of Ray, copied from every sample of GET /metrics.
 
     Ray adds the prefix `ray_`, and labels for application, deployment and replica. Counters and the
     buckets of histograms are gauges there: Ray's own classes cannot take over their values.

@@ -19,7 +19,7 @@ _LEAST_WIDTH: Final = 16  # of all heads together: wider requests of the same si
 
 
 class FlopsRouter(RequestRouter):  # type: ignore[misc]  # ray has no annotations here
-    """Sends each request to the one of two random replicas that has fewer operations to do.
+    """A router to the one of two random replicas that has fewer operations to do.
 
     The router estimates the operations of the requests that it has sent itself and that have no
     response yet. It asks no replica: reports pass Ray's controller and arrive up to a second late,
