@@ -54,13 +54,14 @@ def test_each_stop_shows_its_section_and_every_number_of_its_text(
         expect(page.locator("#sweep progress")).to_be_hidden()
         expect(page.locator("#alert")).to_be_hidden()
         expect(page.locator(f"section:has(#{stop['section']}-title)")).to_be_in_viewport()
+        expect(page.locator("#gradients[aria-busy]")).to_have_count(0)
         if "look" in stop:
             expect(page.locator(".looked-at")).to_be_in_viewport()
         page.wait_for_function(SHOWS, arg=numbers_of(stop["text"]))
         panel.locator(".primary").click()  # Next, Next lesson, and Close at the end
     expect(panel).to_be_hidden()
     expect(page.get_by_role("link", name=lesson["title"])).to_be_focused()
-    assert "lesson" not in urlsplit(page.url).fragment
+    page.wait_for_function("() => !location.hash.includes('lesson')")
 
 
 def test_lesson_is_followed_by_keys_links_and_history(open_page: Open, server: Server) -> None:

@@ -71,13 +71,9 @@ const comparisons = createComparisons(state, {
   onRequest: showRequest,
   announce,
 });
-const lessonPanel = createLessonPanel({
-  onStop: (lesson) => {
-    if (lesson) return showLink(`lesson=${lesson.id}&stop=${lesson.stop}`, null, null);
-    state.lesson = null;
-    lessonPanel.show(null);
-    pageHistory.record();
-  },
+const lessonPanel = createLessonPanel(state, {
+  onStop: (fragment) => showLink(fragment, null),
+  onClose: pageHistory.record,
   onMeasure: comparisons.measure,
 });
 const showExample = createExampleSelect({

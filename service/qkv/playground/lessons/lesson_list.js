@@ -11,9 +11,10 @@ import { approximations } from "./approximations.js";
 import { attention } from "./attention.js";
 import { causal } from "./causal.js";
 import { decoding } from "./decoding.js";
+import { gradients } from "./gradients.js";
 import { linear } from "./linear.js";
 
-export const LESSONS = [attention, causal, linear, approximations, decoding];
+export const LESSONS = [attention, causal, linear, approximations, gradients, decoding];
 
 /** Returns a stop of a lesson, counted from 1; undefined if there is none. */
 export const findStop = ({ id, stop }) => findLesson(id)?.stops[stop - 1];

@@ -9,47 +9,56 @@ const KEYS = { ArrowLeft: "before", ArrowRight: "after" };
 /**
  * Creates the list and the panel with the text.
  *
+ * @param {Object} state of the page; `lesson` is null when the user has closed a lesson
  * @param {Object} callbacks
- * @param {(lesson: {id: string, stop: number}|null) => void} callbacks.onStop called with the stop
- *   that the user goes to, or null at the end of a lesson
+ * @param {(fragment: string) => void} callbacks.onStop called with the link to the stop that the user
+ *   goes to
+ * @param {() => void} callbacks.onClose called when the user has closed a lesson
  * @param {(settings: Object|null) => void} callbacks.onMeasure called with the sweep that a stop
  *   starts, or null when the user leaves it
  */
-export function createLessonPanel({ onStop, onMeasure }) {
+export function createLessonPanel(state, { onStop, onClose, onMeasure }) {
   let shown = null; // the place of the stop, from findPlace
   let isNew = false; // the section of the stop is not yet in view
 
-  const go = (lesson) => {
-    const { id, before } = shown ?? {};
-    const wasBack = document.activeElement === parts.back;
-    onStop(lesson);
-    if (!lesson) list.focus(id);
-    else if (lesson.id !== id) parts.title.focus({ preventScroll: true });
-    else if (wasBack && before && !shown.before) parts.next.focus();
+  const show = (lesson) => {
+    if (shown?.id === lesson?.id && shown?.stop === lesson?.stop) return;
+    if (shown) onMeasure(null);
+    shown = lesson && findPlace(lesson);
+    isNew = Boolean(shown);
+    keepInView(null);
+    list.mark(shown?.id);
+    root.hidden = !shown;
+    if (shown) fillParts(parts, shown);
   };
-  const list = createList(findById("lessons"), (id) => go({ id, stop: 1 }));
+  const go = ({ id, stop }) => {
+    const isOther = id !== shown?.id;
+    const wasBack = document.activeElement === parts.back;
+    onStop(`lesson=${id}&stop=${stop}`);
+    if (isOther) parts.title.focus({ preventScroll: true });
+    else if (wasBack && parts.back.disabled) parts.next.focus();
+  };
+  const close = () => {
+    const { id } = shown;
+    state.lesson = null;
+    show(null);
+    list.focus(id);
+    onClose();
+  };
   const root = findById("lesson");
+  const list = createList(findById("lessons"), (id) => go({ id, stop: 1 }));
   const parts = createParts(root, {
     back: () => go(shown.before),
-    next: () => go(shown.after),
-    close: () => go(null),
+    next: () => (shown.after ? go(shown.after) : close()),
+    close,
   });
-  listenToKeys(root, (side) => shown?.[side] && go(shown[side]));
   const keepInView = createKeeper();
+  listenToKeys(root, (side) => shown?.[side] && go(shown[side]));
   keepHeight(root);
 
   return {
     /** Shows the text of a stop; null shows no lesson. */
-    show: (lesson) => {
-      if (shown?.id === lesson?.id && shown?.stop === lesson?.stop) return;
-      if (shown) onMeasure(null);
-      shown = lesson && findPlace(lesson);
-      isNew = Boolean(shown);
-      keepInView(null);
-      list.mark(shown?.id);
-      root.hidden = !shown;
-      if (shown) fillParts(parts, shown);
-    },
+    show,
     /** Brings the section of a new stop into view: called when the page has drawn its state. */
     arrive: () => {
       if (!isNew) return;
@@ -65,6 +74,7 @@ export function createLessonPanel({ onStop, onMeasure }) {
 function createList(root, onOpen) {
   const createLink = ({ id, title, purpose }) => {
     const open = (event) => {
+      if (event.ctrlKey || event.metaKey || event.shiftKey) return; // another tab or window
       event.preventDefault(); // the page makes the entry of the history
       onOpen(id);
     };

@@ -1,0 +1,41 @@
+// Gradients: how far one number of the output follows each number of the inputs.
+
+const JOURNEY = { example: "words", entry: "1,0", row: 1 };
+
+export const gradients = {
+  id: "gradients",
+  title: "Gradients",
+  purpose: "How one number of the output follows each number of the inputs.",
+  stops: [
+    {
+      state: { ...JOURNEY },
+      section: "gradients",
+      look: ".gradient-entry",
+      text: "Take one number of the output, the one of “journey” in channel 0, which is 0.4419, and ask how much it changes if you change a number of the input a little: that is the gradient. For the values it is the row of weights, because the output is their average: 0.2379 for its own value and 0.1082 for that of “one”.",
+    },
+    {
+      state: { ...JOURNEY },
+      section: "gradients",
+      look: ".gradient-maps",
+      text: "A gradient can be checked without any calculus: make one number of the input a little larger, then a little smaller, and see how far the output moves. The service has done this for every number, and the maps of these finite differences look the same as those of the gradients, apart from rounding.",
+    },
+    {
+      state: { ...JOURNEY },
+      section: "gradients",
+      look: ".gradient-maps",
+      text: "A key moves the output only through the weights: if its weight grows, the other weights shrink, because they share 100 %. The numbers of “journey” are positive, so the sign of the gradient says on which side of the output a value is: “one” has 0.77 in channel 0, above 0.4419, and its key has positive gradients; “step” has 0.05, and its key has negative ones.",
+    },
+    {
+      state: { ...JOURNEY, "parameters.causal": true, "parameters.scale": 1 },
+      section: "gradients",
+      look: ".gradient-maps",
+      text: "With a causal mask, “journey” sees only “Your” and itself, and the gradients of the four later words are exactly 0. What a word cannot see cannot move it, so in training each word learns from its past alone, and all words of a text can be trained at once.",
+    },
+    {
+      state: { ...JOURNEY, "parameters.scale": 400, entry: "0,0", row: 0 },
+      section: "gradients",
+      look: ".gradient-maps",
+      text: "With a scale of 400, “Your” chooses itself with a weight of 1.0000, and the gradients of queries and keys are below a millionth, so training could hardly change the choice any more. This is why models keep the scores small: they divide them by the square root of the number of channels.",
+    },
+  ],
+};
