@@ -93,7 +93,10 @@ def test_model_metadata_and_config(client: Any, version: str) -> None:
     ]  # fmt: skip
     assert [n for n, i in inputs.items() if i["parameters"]["optional"]] == optional
     outputs = {o["name"]: o["parameters"]["on_request"] for o in about["outputs"]}
+    steps = {name: outputs.pop(name) for name in [*outputs] if name.startswith("steps.")}
     assert outputs == {"output": False, "weights": True, "scores": True}
+    assert steps
+    assert all(steps.values())
     config = client.get_model_config("softmax", version)
     assert (config["name"], config["max_batch_size"]) == ("softmax", 0)
     assert [i["name"] for i in config["input"]] == list(inputs)

@@ -23,9 +23,9 @@ import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
 import { listenToSectionLinks } from "./link/section_links.js";
+import { createPageLayout } from "./page_layout.js";
 import { createState, NEW_TENSORS, NO_REQUEST, newExample, stateOfExample } from "./page_state.js";
 import * as summary from "./run_summary.js";
-import { createSections } from "./sections.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
 import { createWeightsPanel } from "./weights/weights_panel.js";
@@ -46,7 +46,7 @@ const pageHistory = createPageHistory(
   (fragment, kept, layout) => showLink(fragment, kept, layout),
   (canUndo) => (findById("undo").disabled = !canUndo),
 );
-const sections = createSections(state, pageHistory.amend);
+const pageLayout = createPageLayout(state, pageHistory.amend);
 const callbacks = { onChange: pageHistory.record, onRequest: showRequest, onCall, announce };
 const weightsPanel = createWeightsPanel(state, {
   ...callbacks,
@@ -58,7 +58,7 @@ const weightsPanel = createWeightsPanel(state, {
   },
   onRow: (row) => details.follow(row),
 });
-const details = createDetailSections(state, sections, {
+const details = createDetailSections(state, pageLayout, {
   ...callbacks,
   onRow: weightsPanel.selectRow,
 });
@@ -67,7 +67,7 @@ const comparisons = createComparisons(state, {
   onPoint: weightsPanel.showReadout,
 });
 const lessonPanel = createLessonPanel(state, {
-  onStop: (fragment) => showLink(fragment, null),
+  onStop: (fragment) => showLink(fragment, null, state),
   onClose: pageHistory.record,
   onMeasure: comparisons.measure,
 });
@@ -163,15 +163,16 @@ function applyState() {
 function showState(fields, note, className) {
   checkpoint.close();
   Object.assign(state, fields);
-  sections.update();
+  pageLayout.show();
   showOwn(note, className);
   applyState();
 }
 
-/** Shows the state of a fragment, in the layout that the page has; a lesson brings its own. */
+/** Shows the state of a fragment, in the layout that the page has; a lesson opens its own sections. */
 function showLink(fragment, kept, layout) {
   const { fields, note, className } = openLink(fragment, kept, state.variants);
-  showState({ ...fields, ...(!fields.lesson && layout) }, note, className);
+  const stays = fields.lesson && layout ? { isPresenting: layout.isPresenting } : layout;
+  showState({ ...fields, ...stays }, note, className);
   lessonPanel.show(state.lesson);
 }
 
@@ -217,7 +218,7 @@ async function run() {
     showRequest("weights", { path: request.path, body: heatmapBody(request) });
     setText(findById("status"), summary.describeRun(view));
     draw();
-    sections.whenOpen("compare", () => comparisons.update(newView));
+    pageLayout.whenOpen("compare", () => comparisons.update(newView));
     lessonPanel.arrive();
     if (!newView.fetchStats) return;
     newView.stats = await newView.fetchStats();
@@ -263,14 +264,11 @@ function listen() {
 
 function start() {
   listenToTheme(findById("theme"), () => {
-    for (const one of [...weightsPanel.heatmaps, details, comparisons, captured]) one.repaint();
-    draw();
+    for (const one of [weightsPanel, details, comparisons, captured]) one.repaint(view);
   });
-  const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important
-  for (const part of document.querySelectorAll("form > details")) part.open = !isNarrow;
   listen();
   listenToTerms();
-  listenToSectionLinks(sections.open);
+  listenToSectionLinks(pageLayout.open);
   listenToCopyLink(pageHistory.createLink);
   loadCatalogue();
 }

@@ -7,7 +7,7 @@ import { createStepsPanel } from "./steps/steps_panel.js";
  * Creates both sections. Each requests its content while it is open.
  *
  * @param {Object} state of the page
- * @param {Object} sections from `createSections`
+ * @param {Object} layout from `createPageLayout`
  * @param {Object} callbacks
  * @param {(row: number) => void} callbacks.onRow called with the row that the user chose
  * @param {() => void} callbacks.onChange called when the state of the page changed
@@ -16,8 +16,8 @@ import { createStepsPanel } from "./steps/steps_panel.js";
  *   request of gradients
  * @param {(text: string) => void} callbacks.announce
  */
-export function createDetailSections(state, sections, { onRow, onRequest, ...callbacks }) {
-  const steps = createStepsPanel(state, sections, { ...callbacks, onRow });
+export function createDetailSections(state, layout, { onRow, onRequest, ...callbacks }) {
+  const steps = createStepsPanel(state, layout, { ...callbacks, onRow });
   const gradients = createGradientsPanel(state, {
     ...callbacks,
     onRequest: (request) => onRequest("gradients", request),
@@ -26,7 +26,7 @@ export function createDetailSections(state, sections, { onRow, onRequest, ...cal
     draw: (view) => {
       steps.show(view);
       gradients.show(view);
-      sections.whenOpen("gradients", gradients.load);
+      layout.whenOpen("gradients", gradients.load);
     },
     clear: () => [steps, gradients].forEach((one) => one.clear()),
     repaint: () => gradients.repaint(),

@@ -13,7 +13,7 @@ from qkv.attention.step import STEPS
 from qkv.attention.variant import Variant
 from support.examples import examples
 from support.variant_bounds import bounds_of, is_near
-from support.variant_calls import OUTPUT, VARIANTS, with_padding
+from support.variant_calls import VARIANTS, with_padding
 from support.variant_draws import calls
 
 with_steps = pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_steps_begin_with_inputs_and_point_to_the_formula(variant: Variant) -> N
 @examples(40)
 @given(data=st.data())
 @with_steps
-def test_last_step_is_the_output(variant: Variant, data: st.DataObject) -> None:
+def test_steps_agree_with_output_and_weights(variant: Variant, data: st.DataObject) -> None:
     """Draws every dtype and parameter, masks, and lengths with garbage in the padding."""
     call: dict[str, Any] = data.draw(calls(variant))
     arguments = {i.argument for i in variant.inputs.values()}
@@ -44,8 +44,11 @@ def test_last_step_is_the_output(variant: Variant, data: st.DataObject) -> None:
     found = variant.compute_steps(**wide(variant, call))
     truth = variant.reference(**call)
     bounds = bounds_of(variant.name, with_padding(variant.name, tensors, 0.0), parameters, truth)
-    output = variant.attend(**call, outputs=OUTPUT).output
-    assert is_near(found[f"{STEPS}output"].to(output.dtype), output, bounds["output"])
+    result = variant.attend(**call, outputs=frozenset({"output", "weights"}))
+    for name in {"output", "weights"} & bounds.keys():
+        if name == "output" or not call.get("dropout"):  # which has a step of its own
+            output = getattr(result, name)
+            assert is_near(found[STEPS + name].to(output.dtype), output, bounds[name]), name
 
 
 def wide(variant: Variant, call: dict[str, Any]) -> dict[str, Any]:

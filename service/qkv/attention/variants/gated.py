@@ -82,6 +82,10 @@ STEPS: Final = (
         "the key times what was written.", rows="S",
     ),
     Step(
+        "weights", "B H S S", None, "What the query reads of the value of each token up to it.",
+        rows="S",
+    ),
+    Step(
         "output", "B H S E", "s S_t^T q_t", "What the state returns for the query, times scale.",
         rows="S",
     ),
@@ -365,7 +369,8 @@ def steps(
 ) -> dict[str, Tensor]:
     """Returns the steps by name, from float64 tensors, token by token.
 
-    The arguments are those of `attend`.
+    Beside each value the state holds a unit vector of the token: what a query reads of them are
+    the weights. The arguments are those of `attend`.
     """
     query, key, value = (
         query_BJSD,
@@ -378,6 +383,8 @@ def steps(
     (B, G, S, D), (_, V, _, E) = key.shape, value.shape
     T, H = max(G, V), max(G, V, query.shape[1])
     key, value = (x.repeat_interleave(T // x.shape[1], 1) for x in (key, value))
+    units = torch.eye(S, dtype=value.dtype, device=value.device).expand(B, T, S, S)
+    value = torch.cat([value, units], -1)
     decay, beta = key.new_ones(B, T, S, 1), key.new_zeros(B, T, S)
     if log_decay_BTSZ is not None and rule in _USED_BY["log_decay"]:
         found["decay"] = decay = zero_padding(log_decay_BTSZ, key_lengths_B).exp()
@@ -385,7 +392,7 @@ def steps(
         beta = torch.ones_like(beta) if beta_BTS is None else beta_BTS
         beta = zero_padding(beta[..., None], key_lengths_B)[..., 0]
         value = beta[..., None] * value
-    state, tokens = key.new_zeros(B, T, D, E), []
+    state, tokens = key.new_zeros(B, T, D, E + S), []
     for t in range(S):
         state = decay[:, :, t, :, None] * state
         erased = torch.einsum("btd,btde->bte", beta[:, :, t, None] * key[:, :, t], state)
@@ -395,9 +402,10 @@ def steps(
     erased, written, states = (torch.stack(x, 2) for x in zip(*tokens, strict=True))
     queries, read = (x.repeat_interleave(H // x.shape[1], 1) for x in (query, states))
     output = torch.einsum("bhsd,bhsde->bhse", queries, read) * (D**-0.5 if scale is None else scale)
+    output, weights = zero_padding(output, key_lengths_B).split([E, S], -1)
     return found | {
-        "erased": erased, "written": written, "state": states,
-        "output": zero_padding(output, key_lengths_B),
+        "erased": erased[..., :E], "written": written[..., :E], "state": states[..., :E],
+        "weights": weights, "output": output,
     }  # fmt: skip
 
 

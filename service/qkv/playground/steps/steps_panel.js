@@ -12,12 +12,12 @@ import { fetchSteps, listSteps, reasonWithoutSteps } from "./steps_request.js";
  * Creates the panel.
  *
  * @param {Object} state of the page
- * @param {Object} sections from `createSections`
+ * @param {Object} layout from `createPageLayout`
  * @param {Object} callbacks
  * @param {(row: number) => void} callbacks.onRow called with the row that the user chose
  * @param {(call: Object) => void} callbacks.onCall called for each request
  */
-export function createStepsPanel(state, sections, { onRow, onCall }) {
+export function createStepsPanel(state, layout, { onRow, onCall }) {
   const section = findById("steps");
   const about = h("p", { class: "hint", role: "status" });
   const error = h("p", { class: "error", role: "alert", hidden: true });
@@ -48,7 +48,7 @@ export function createStepsPanel(state, sections, { onRow, onCall }) {
     for (const item of list.children) item.classList.toggle("lit", item.dataset.step === name);
   };
   const choose = (name) => {
-    sections.open("steps");
+    layout.open("steps");
     const item = list.querySelector(`[data-step="${name}"]`);
     if (!item) return section.scrollIntoView(); // its steps are on their way
     item.querySelector("[tabindex]").focus({ preventScroll: true });
@@ -111,7 +111,7 @@ export function createStepsPanel(state, sections, { onRow, onCall }) {
       if (running?.signal === signal) section.removeAttribute("aria-busy");
     }
   };
-  const loadIfOpen = () => sections.whenOpen("steps", load);
+  const loadIfOpen = () => layout.whenOpen("steps", load);
   const drawFrame = () => {
     frame = 0;
     loadIfOpen();

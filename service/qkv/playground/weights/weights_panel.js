@@ -37,6 +37,7 @@ export function createWeightsPanel(state, { onHead, onRow, onChange, onCall, ann
       showReadout(map, cell, byKey);
       if (cell) rowSelection.point(cell.row);
     },
+    effect: "pin its row",
     onSelect: (bin) => rowSelection.select(bin),
     onRoot: (usesRoot) => {
       state.usesRoot = usesRoot;
@@ -49,7 +50,11 @@ export function createWeightsPanel(state, { onHead, onRow, onChange, onCall, ann
     onPoint: (cell, byKey) => showReadout(output, cell, byKey, " "),
   });
   return {
-    heatmaps: [map, output],
+    /** Redraws with the colours of the theme. */
+    repaint: (view) => {
+      for (const one of [map, output]) one.repaint();
+      if (view?.weights) showHeads(view.weights, state.head);
+    },
     showReadout,
     selectRow: rowSelection.select,
     /** Empties the table, whose numbers must not get the labels of the next run. */
