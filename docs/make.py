@@ -145,8 +145,15 @@ def _values(schema: Mapping[str, Any]) -> str:
         return " or ".join(f"`{json.dumps(value)}`" for value in known)
     if "prefixItems" in schema:
         return f"[{', '.join(_values(item) for item in schema['prefixItems'])}]"
-    bounds = [f" {sign} {schema[name]}" for name, sign in _BOUNDS.items() if name in schema]
+    bounds = [
+        f" {sign} {_number(schema[name])}" for name, sign in _BOUNDS.items() if name in schema
+    ]
     return f"{schema.get('type', 'any')}{' and'.join(bounds)}"
+
+
+def _number(value: float) -> str:
+    """Returns a bound as a reader would write it: 1e9, not 1000000000.0."""
+    return f"{value:g}".replace("e+0", "e") if isinstance(value, float) else str(value)
 
 
 def _cell(text: str) -> str:

@@ -1,6 +1,6 @@
 """Tests that the pages are true and complete: examples run; settings and routes are listed.
 
-They also check the language of pages and docstrings mechanically: sentence length, first word.
+They also check the first word of docstrings.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 from playwright.sync_api import Page, expect
 
-from support.accessibility import THEMES, WIDTHS, overflow, problems
+from support.accessibility import THEMES, WIDTHS, overflow, problems, small_targets
 from support.browser import Open, choose_example, paste, unfold_sections, wait_until_drawn
 from support.paths import ROOT
 from support.service import Server
@@ -25,7 +25,9 @@ def unfold(page: Page) -> None:
     """Opens every section and every `details` element."""
     unfold_sections(page)
     page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
-    expect(page.locator("#gradients")).not_to_have_attribute("aria-busy", "true")
+    for section in ("#steps", "#gradients"):
+        expect(page.locator(f"{section} > div")).not_to_be_empty()
+        expect(page.locator(section)).not_to_have_attribute("aria-busy", "true")
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -42,6 +44,7 @@ def test_page_has_no_axe_violation_and_no_overflow(
     unfold(page)
     page.get_by_role("button", name="Edit words").click()
     page.get_by_role("button", name="All columns").click()
+    assert small_targets(page) == []
     page.get_by_role("button", name="Save the weights").click()
     assert problems(page) == []
     page.keyboard.press("Escape")

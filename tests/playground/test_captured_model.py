@@ -241,7 +241,7 @@ def test_figure_is_chosen_and_read_by_keyboard(
     page.get_by_label("Figure").select_option("Entropy")
     maps = read_maps(page)
     assert list(maps) == ["Entropy of softmax", "Entropy of taylor"]
-    label = "Entropy of taylor: 2 layers by 4 heads. Arrow keys move, Enter loads the head."
+    label = "Entropy of taylor: 2 layers by 4 heads. Arrow keys move. Enter: load the head below."
     surface = page.get_by_role("application", name=label)
     surface.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):

@@ -33,6 +33,32 @@ def problems(page: Page, context: str | None = None) -> list[tuple[str, list[str
     return [*violations, (f"overflow of {pixels} px", [])] if pixels else violations
 
 
+def small_targets(page: Page) -> list[str]:
+    """Returns the visible controls below 24 by 24 pixels, with their labels (WCAG 2.5.8).
+
+    Terms in a sentence are not among them: the line limits their height.
+    """
+    found: list[str] = page.evaluate(
+        """() => {
+            const kinds =
+                "a, button, input, select, textarea, summary, label.button, [tabindex='0']";
+            const isShown = (e) =>
+                e.checkVisibility({ visibilityProperty: true }) &&
+                !e.matches(".unseen, .skip, p .term");
+            const isSmall = (e) => {
+                const boxes = [e, ...(e.labels ?? [])].map((one) => one.getBoundingClientRect());
+                const most = (side) => Math.max(...boxes.map((box) => box[side]));
+                const least = (side) => Math.min(...boxes.map((box) => box[side]));
+                const width = most("right") - least("left");
+                return width < 23.99 || most("bottom") - least("top") < 23.99;
+            };
+            const small = [...document.querySelectorAll(kinds)].filter(isShown).filter(isSmall);
+            return small.map((e) => e.outerHTML.slice(0, 150));
+        }"""
+    )
+    return found
+
+
 def overflow(page: Page) -> int:
     """Returns by how many pixels the page is wider than its window."""
     pixels: int = page.evaluate(

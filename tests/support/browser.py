@@ -129,11 +129,18 @@ def open_page(browser: Browser) -> Iterator[Open]:
     opened: list[tuple[BrowserContext, WatchedPage]] = []
 
     def open_one(
-        url: str, width: int = 1440, height: int = 900, theme: Any = "light", path: str = "/"
+        url: str,
+        width: int = 1440,
+        height: int = 900,
+        theme: Any = "light",
+        path: str = "/",
+        touch: bool = False,
     ) -> WatchedPage:
         context = browser.new_context(
             viewport={"width": width, "height": height},
             color_scheme=theme,
+            has_touch=touch,
+            is_mobile=touch,
             reduced_motion="reduce",
             permissions=["clipboard-read", "clipboard-write"],
         )
@@ -223,14 +230,18 @@ def wait_until_drawn(opened: WatchedPage) -> Page:
 
 
 def read_weights(page: Page) -> dict[str, list[float]]:
-    """Returns the weights of the page's table, by the names of the rows."""
+    """Returns the weights of the page's table, by the names of the rows; 0 where masked."""
     if not page.locator("#table[open]").count():
         page.locator("#table summary").click()
     page.wait_for_selector("#table tbody tr")
     rows: list[list[str]] = page.eval_on_selector_all(
         "#table tbody tr", "rows => rows.map((row) => [...row.cells].map((cell) => cell.innerText))"
     )
-    return {name: [float(n.replace("\u2212", "-")) for n in cells[:-1]] for name, *cells in rows}
+
+    def read(text: str) -> float:
+        return 0.0 if text == "masked" else float(text.replace("\u2212", "-"))
+
+    return {name: [read(text) for text in cells[:-1]] for name, *cells in rows}
 
 
 def record_slices(page: Page) -> None:

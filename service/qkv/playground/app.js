@@ -6,9 +6,9 @@ import { createCheckpointPanel } from "./checkpoint/checkpoint_panel.js";
 import { createLoadedLayers } from "./checkpoint/loaded_layers.js";
 import { createComparisons } from "./compare/comparisons.js";
 import { createRequestPanel } from "./copy/request_panel.js";
+import { createDetailSections } from "./detail_sections.js";
 import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
-import { createGradientsPanel } from "./gradients/gradients_panel.js";
 import { listenToTerms } from "./glossary.js";
 import { createExampleSelect } from "./inputs/example_select.js";
 import { EXAMPLES } from "./inputs/examples.js";
@@ -23,9 +23,9 @@ import { listenToCopyLink } from "./link/copy_link.js";
 import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
 import { listenToSectionLinks } from "./link/section_links.js";
+import { createPageLayout } from "./page_layout.js";
 import { createState, NEW_TENSORS, NO_REQUEST, newExample, stateOfExample } from "./page_state.js";
 import * as summary from "./run_summary.js";
-import { createSections } from "./sections.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
 import { createWeightsPanel } from "./weights/weights_panel.js";
@@ -46,33 +46,28 @@ const pageHistory = createPageHistory(
   (fragment, kept, layout) => showLink(fragment, kept, layout),
   (canUndo) => (findById("undo").disabled = !canUndo),
 );
-const sections = createSections(state, pageHistory.amend);
+const pageLayout = createPageLayout(state, pageHistory.amend);
+const callbacks = { onChange: pageHistory.record, onRequest: showRequest, onCall, announce };
 const weightsPanel = createWeightsPanel(state, {
+  ...callbacks,
   onHead: (head) => {
     const labels = labelsOfSequence(head, state);
     if (labels !== state.labels) findById("labels").value = formatLabels(labels);
     Object.assign(state, { head, labels });
     redraw();
   },
-  onChange: pageHistory.record,
-  onCall,
-  announce,
+  onRow: (row) => details.follow(row),
 });
-const gradientsPanel = createGradientsPanel(state, {
-  onChange: pageHistory.record,
-  onCall,
-  onRequest: (request) => showRequest("gradients", request),
-  announce,
+const details = createDetailSections(state, pageLayout, {
+  ...callbacks,
+  onRow: weightsPanel.selectRow,
 });
 const comparisons = createComparisons(state, {
-  onCall,
+  ...callbacks,
   onPoint: weightsPanel.showReadout,
-  onChange: pageHistory.record,
-  onRequest: showRequest,
-  announce,
 });
 const lessonPanel = createLessonPanel(state, {
-  onStop: (fragment) => showLink(fragment, null),
+  onStop: (fragment) => showLink(fragment, null, state),
   onClose: pageHistory.record,
   onMeasure: comparisons.measure,
 });
@@ -168,15 +163,16 @@ function applyState() {
 function showState(fields, note, className) {
   checkpoint.close();
   Object.assign(state, fields);
-  sections.update();
+  pageLayout.show();
   showOwn(note, className);
   applyState();
 }
 
-/** Shows the state of a fragment, in the layout that the page has; a lesson brings its own. */
+/** Shows the state of a fragment, in the layout that the page has; a lesson opens its own sections. */
 function showLink(fragment, kept, layout) {
   const { fields, note, className } = openLink(fragment, kept, state.variants);
-  showState({ ...fields, ...(!fields.lesson && layout) }, note, className);
+  const stays = fields.lesson && layout ? { isPresenting: layout.isPresenting } : layout;
+  showState({ ...fields, ...stays }, note, className);
   lessonPanel.show(state.lesson);
 }
 
@@ -196,7 +192,7 @@ function chooseVariant(name) {
 function expectRun() {
   view = null; // its numbers must not get the labels of the next
   weightsPanel.clear();
-  gradientsPanel.clear();
+  details.clear();
   runDebounced.cancel();
   running?.abort();
   running = new AbortController();
@@ -222,7 +218,7 @@ async function run() {
     showRequest("weights", { path: request.path, body: heatmapBody(request) });
     setText(findById("status"), summary.describeRun(view));
     draw();
-    sections.whenOpen("compare", () => comparisons.update(newView));
+    pageLayout.whenOpen("compare", () => comparisons.update(newView));
     lessonPanel.arrive();
     if (!newView.fetchStats) return;
     newView.stats = await newView.fetchStats();
@@ -242,8 +238,7 @@ function draw() {
   if (!view) return;
   summary.showNotes(view, state);
   weightsPanel.draw(view);
-  gradientsPanel.show(view);
-  sections.whenOpen("gradients", gradientsPanel.load);
+  details.draw(view);
 }
 
 /** Draws the maps for another head or other labels. */
@@ -269,15 +264,11 @@ function listen() {
 
 function start() {
   listenToTheme(findById("theme"), () => {
-    for (const one of [...weightsPanel.heatmaps, gradientsPanel, comparisons, captured])
-      one.repaint();
-    draw();
+    for (const one of [weightsPanel, details, comparisons, captured]) one.repaint(view);
   });
-  const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important
-  for (const part of document.querySelectorAll("form > details")) part.open = !isNarrow;
   listen();
   listenToTerms();
-  listenToSectionLinks(sections.open);
+  listenToSectionLinks(pageLayout.open);
   listenToCopyLink(pageHistory.createLink);
   loadCatalogue();
 }

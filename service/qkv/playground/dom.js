@@ -20,6 +20,9 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** True if the user touches the screen and has no pointer that hovers. */
+export const isTouch = matchMedia("(hover: none)").matches;
+
 /** Returns the element with this id. */
 export const findById = (id) => document.getElementById(id);
 

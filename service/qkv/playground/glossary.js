@@ -17,6 +17,8 @@ const TERMS = {
     "How widely a row spreads its weight, in nats. It is 0 if one key has all the weight, " +
     "and ln S if all S keys have the same weight.",
   "Effective keys": "exp(entropy): this many keys with equal weights have the same entropy.",
+  masked:
+    "The query may not see this key: it is later, padding, or outside the window or the mask.",
   Cumulative: "Share of the row's weight on this key and the keys above it.",
   "Relative error":
     "Frobenius norm of the difference of the outputs, divided by the norm of the baseline's output.",

@@ -19,6 +19,7 @@ export const NEW_VIEW = {
   baseline: null, // name of the variant that others are compared with; null: the default one
   excluded: [], // names of the variants that are not compared
   showsAllMetrics: false, // all columns of the table of metrics
+  isPresenting: false, // the presenter view
   open: [], // names of the sections that the user unfolded
   closed: [], // names of those that the user folded
   lesson: null, // the stop of a lesson: {id, stop, fragment}

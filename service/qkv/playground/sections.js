@@ -1,5 +1,5 @@
 // Folds the sections of the results behind their headings: those with data-folded in every window,
-// and all of them where room is scarce.
+// and all of them in a narrow window and in the presenter view.
 
 import { h } from "./dom.js";
 
@@ -13,36 +13,35 @@ const MAIN = ["captured", "weights"];
  *
  * @param {Object} state of the page: its `open` and `closed` have the names of the sections that the
  *   user has unfolded and folded
- * @param {(change: () => void) => void} onToggle called with the change that the user makes
+ * @param {(fields: Object) => void} onChange called with the new fields of the state
  */
-export function createSections(state, onToggle) {
-  const isFoldable = ({ isFolded }) => isFolded || NARROW.matches;
+export function createSections(state, onChange) {
+  const isFoldable = ({ isFolded }) => isFolded || NARROW.matches || state.isPresenting;
   const isOpen = (section) => {
     const { name, isFolded } = section;
     if (!isFoldable(section)) return true;
     if (state.open.includes(name) || state.closed.includes(name)) return state.open.includes(name);
     return !isFolded && MAIN.includes(name);
   };
-  const toggle = (section) =>
-    onToggle(() => {
-      const target = isOpen(section) ? "closed" : "open";
-      const others = (names) => names.filter((one) => one !== section.name);
-      [state.open, state.closed] = [others(state.open), others(state.closed)];
-      state[target].push(section.name);
-      update();
-    });
+  const toggle = (section) => {
+    const others = (names) => names.filter((one) => one !== section.name);
+    const [open, closed] = [others(state.open), others(state.closed)];
+    (isOpen(section) ? closed : open).push(section.name);
+    onChange({ open, closed });
+  };
   const sections = new Map();
-  const update = () => {
+  const show = () => {
     for (const section of sections.values()) section.show(isFoldable(section), isOpen(section));
   };
   for (const element of document.querySelectorAll("main section")) {
     const section = createSection(element, () => toggle(section));
     sections.set(section.name, section);
   }
-  NARROW.addEventListener("change", update);
-  update();
+  NARROW.addEventListener("change", show);
+  show();
   return {
-    update,
+    /** Folds and unfolds as the state says. */
+    show,
     /** Unfolds a section. */
     open: (name) => isOpen(sections.get(name)) || toggle(sections.get(name)),
     /** Calls back once while the section is open: now, or when the user unfolds it. */

@@ -3,6 +3,7 @@
 /** The font of drawings; --sans is that of the page. */
 export const SANS = "system-ui, -apple-system, 'Segoe UI', sans-serif";
 
+const FONT_SIZE = 15; // pixels of the page's font at which a drawing has its own size
 const STORAGE_KEY = "qkv-theme";
 const COLOURS = ["ink", "muted", "line", "card", "accent", "bar", "chart-ink", "chart-grid"];
 const system = matchMedia("(prefers-color-scheme: dark)");
@@ -12,6 +13,10 @@ export function isDark() {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : system.matches;
 }
+
+/** Returns the pixels of the window for one pixel of a drawing, whose texts grow with the page's. */
+export const readUnit = () =>
+  parseFloat(getComputedStyle(document.documentElement).fontSize) / FONT_SIZE;
 
 /** Returns the colours of the theme that drawings use, by name; of an element, if given. */
 export function readColours(element = document.documentElement) {

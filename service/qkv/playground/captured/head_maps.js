@@ -4,6 +4,7 @@
 import { formatNumber, h } from "../dom.js";
 import { createTerm } from "../glossary.js";
 import { Heatmap } from "../weights/heatmap.js";
+import { describeUse } from "../weights/heatmap_pointer.js";
 import { shortNames } from "./head_figures.js";
 
 /** The figures that can be drawn. `anchor`: the same figure of softmax. */
@@ -37,7 +38,7 @@ export const FIGURES = [
   },
 ];
 
-const HINT = "Move the pointer or use the arrow keys. Click or press Enter to load the head below.";
+const EFFECT = "load the head below";
 
 /**
  * Creates the maps.
@@ -48,7 +49,7 @@ const HINT = "Move the pointer or use the arrow keys. Click or press Enter to lo
  * @returns {{scale: Node, area: Node, start: Function, show: Function, repaint: Function}}
  */
 export function createHeadMaps({ onHead, announce }) {
-  const readout = h("p", { class: "readout head-readout idle" }, HINT);
+  const readout = h("p", { class: "readout head-readout idle" }, describeUse(EFFECT));
   const legend = h("div", { class: "shades" });
   const about = h("p", { class: "hint" });
   const grid = h("div", { class: "head-maps" });
@@ -66,6 +67,7 @@ export function createHeadMaps({ onHead, announce }) {
       name: `the map of ${variant}`,
       maxHeight: 520,
       isSmall: true,
+      effect: EFFECT,
       onPoint: (cell, byKey) => point(variant, cell, byKey),
       onSelect: (_, cell) => cell && onHead(figures.layers[cell.row], figures.heads[cell.col]),
     });
@@ -108,7 +110,7 @@ export function createHeadMaps({ onHead, announce }) {
   const point = (variant, cell, byKey) => {
     for (const one of maps) if (one.variant !== variant) one.map.markCell(cell);
     readout.classList.toggle("idle", !cell);
-    if (!cell) return readout.replaceChildren(HINT);
+    if (!cell) return readout.replaceChildren(describeUse(EFFECT));
     const [layer, head] = [figures.layers[cell.row], figures.heads[cell.col]];
     const values = maps.map(({ variant: shown, map }) => {
       const value = map.matrix.numbers[cell.row * map.matrix.cols + cell.col];
@@ -144,9 +146,7 @@ function createMatrix({ layers, heads }, { term }, variant, numbers, scaleNumber
     numbers,
     scaleNumbers,
     title: `${term} of ${variant}`,
-    label:
-      `${term} of ${variant}: ${layers.length} layers by ${heads.length} heads. ` +
-      "Arrow keys move, Enter loads the head.",
+    label: `${term} of ${variant}: ${layers.length} layers by ${heads.length} heads.`,
     about: null,
     rowLabels: names,
     colLabels: heads.map(String),

@@ -51,18 +51,21 @@ export function createDifferencePanel(root, state, callbacks) {
   });
   let view = null;
   let other = null;
+  let difference = null; // of the weights of view and other
   let running = null;
 
   const draw = () => {
     if (!view || !other) return;
-    const numbers = view.weights.numbers.map((value, at) => value - other.numbers[at]);
-    const matrix = headMatrix(view, state.head, state.labels, numbers);
+    const subtract = (value, at) => value - other.numbers[at];
+    if (difference?.view !== view || difference.other !== other)
+      difference = { view, other, numbers: view.weights.numbers.map(subtract) };
+    const matrix = headMatrix(view, state.head, state.labels, difference.numbers);
     const variants = [view.request.variant, other.variant];
     const names = variants.map(({ variant }) => variant);
     map.show({
       ...matrix,
       title: `Weights of ${names.join(" minus ")}${describeHead(state.head, view.weights)}`,
-      label: `${names.join(" minus ")}: ${matrix.rows} by ${matrix.cols}. Arrow keys move.`,
+      label: `${names.join(" minus ")}: ${matrix.rows} by ${matrix.cols}.`,
     });
     setText(note, describeRandomInputs(state, variants));
     about.textContent = describeDifference(matrix, names, {

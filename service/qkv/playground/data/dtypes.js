@@ -25,10 +25,10 @@ export function byteLength(dtype, shape) {
  * @returns {Float64Array} booleans as 0 and 1; integers above 2^53 rounded
  */
 export function toNumbers({ dtype, shape, data }) {
+  if (dtype === "float32") return Float64Array.from(new Float32Array(data.slice().buffer)); // aligned
   const view = new DataView(data.buffer, data.byteOffset, data.byteLength);
   const read = {
     float64: (at) => view.getFloat64(at, true),
-    float32: (at) => view.getFloat32(at, true),
     float16: (at) => fromHalf(view.getUint16(at, true), ...HALF_FORMATS.float16),
     bfloat16: (at) => fromHalf(view.getUint16(at, true), ...HALF_FORMATS.bfloat16),
     int64: (at) => Number(view.getBigInt64(at, true)),

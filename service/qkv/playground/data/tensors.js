@@ -127,6 +127,7 @@ export function encodeBase64(bytes) {
 export function decodeBase64(text) {
   let characters;
   try {
+    if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text); // browsers since 2025: 10 times faster
     characters = atob(text);
   } catch {
     throw new Error("data is not base64");

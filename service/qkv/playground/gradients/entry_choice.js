@@ -33,11 +33,11 @@ export function createEntryChoice(root, onChoose, announce) {
     name: "the output",
     maxHeight: 240,
     isSmall: true,
+    effect: "choose it",
     onPoint: (cell, byKey) => showReadout(map, cell, byKey, ", "),
     onSelect: (_, cell) => cell && choose(cell),
   });
   const showReadout = createReadout(announce);
-  map.hint = "Click an entry, or move with the arrow keys and press Enter.";
   const fields = h("div", { class: "row" }, createField("Row", row), createField("Channel", col));
   const title = h("h3", {}, "Entry of the output");
   const beside = h("div", { class: "beside" }, title, chosen, fields, map.readout);
@@ -45,7 +45,7 @@ export function createEntryChoice(root, onChoose, announce) {
 
   const show = (view, { head, labels }, place) => {
     const matrix = outputMatrix(view, head, labels);
-    const label = `Output: ${matrix.rows} rows by ${matrix.cols} channels. Arrow keys move, Enter chooses.`;
+    const label = `Output: ${matrix.rows} rows by ${matrix.cols} channels.`;
     map.show({ ...matrix, label, chosen: place });
     const value = matrix.numbers[place.row * matrix.cols + place.col];
     const name = `${matrix.rowName(place.row)}, ${matrix.colName(place.col)}`;

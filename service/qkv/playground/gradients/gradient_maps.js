@@ -3,8 +3,9 @@
 import { formatNumber, h } from "../dom.js";
 import { largestSize } from "../weights/colors.js";
 import { Heatmap } from "../weights/heatmap.js";
+import { describeUse } from "../weights/heatmap_pointer.js";
 
-const HINT = "Move the pointer or use the arrow keys: both numbers of an entry are shown here.";
+const HINT = `${describeUse()} Both numbers of an entry are shown here.`;
 
 const MAX_NARROW_COLS = 6; // such maps have room beside each other
 
@@ -105,7 +106,7 @@ function createMatrix(tensor, kind, field) {
     scaleNumbers,
     decimals: countDecimals(largestSize(scaleNumbers)),
     title: `${kind} of ${name}, ${title}`,
-    label: `${kind} of ${name}: ${rows} rows by ${cols} channels. Arrow keys move.`,
+    label: `${kind} of ${name}: ${rows} rows by ${cols} channels.`,
     about: null,
     ...names,
     rowAxis: null,

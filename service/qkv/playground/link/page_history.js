@@ -91,7 +91,7 @@ export function createPageHistory(state, restore, onEntry) {
   };
 }
 
-const pickLayout = ({ open, closed }) => ({ open, closed });
+const pickLayout = ({ isPresenting, open, closed }) => ({ isPresenting, open, closed });
 
 /** Returns the fields that the fragment does not hold, to survive a reload; null if there are none. */
 function largeFields(state) {

@@ -62,6 +62,7 @@ export function formatFields(state) {
   if (state.usesRoot) fields.set("shades", "root");
   if (state.showsAllMetrics) fields.set("metrics", "all");
   if (state.excluded.length) fields.set("without", state.excluded.join());
+  if (state.isPresenting) fields.set("view", "presenter");
   if (state.open.length) fields.set("open", state.open.join());
   if (state.closed.length) fields.set("closed", state.closed.join());
   if (leftOut.length) fields.set("left_out", leftOut.join());
@@ -111,6 +112,7 @@ export function parseLink(fragment, variants) {
   read("shades", (text) => text === "root", "usesRoot");
   read("metrics", (text) => text === "all", "showsAllMetrics");
   read("without", (text) => text.split(","), "excluded");
+  read("view", (text) => text === "presenter", "isPresenting");
   for (const name of ["open", "closed"]) read(name, (text) => text.split(","));
   read("lesson", (id) => ({ id, stop: Number(given.get("stop")), fragment: null }));
   const examples = new Map(EXAMPLES.map((example) => [example.id, example]));

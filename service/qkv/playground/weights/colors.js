@@ -16,11 +16,10 @@ const NOT_FINITE = [160, 160, 160]; // RGB of NaN and of infinity
  */
 export function createShades(numbers, { isDark, usesRoot = false, hasGaps = false }) {
   const { up, down } = paletteOf(isDark);
-  const largest = largestSize(numbers);
+  const { largest, isSigned } = rangeOf(numbers);
   const pick = (share) => {
     const ramp = share < 0 ? down : up;
-    const at = 3 * Math.min(SHADE_COUNT - 1, Math.round(Math.abs(share) * (SHADE_COUNT - 1)));
-    return [ramp[at], ramp[at + 1], ramp[at + 2]];
+    return ramp[Math.min(SHADE_COUNT - 1, Math.round(Math.abs(share) * (SHADE_COUNT - 1)))];
   };
   const colourOf = (value) => {
     if (value === 0 || (hasGaps && Number.isNaN(value))) return null;
@@ -28,36 +27,37 @@ export function createShades(numbers, { isDark, usesRoot = false, hasGaps = fals
     const share = value / largest;
     return pick(usesRoot ? Math.sign(share) * Math.sqrt(Math.abs(share)) : share);
   };
-  return { largest, isSigned: numbers.some((value) => value < 0), pick, colourOf };
+  return { largest, isSigned, pick, colourOf };
 }
 
 const palettes = new Map();
 
 /** Returns the colours of a theme: for each sign, the RGB of 256 shares of the largest number. */
 function paletteOf(isDark) {
-  const createRamp = (sign) => {
-    const colours = new Uint8ClampedArray(3 * SHADE_COUNT);
-    for (let shade = 0; shade < SHADE_COUNT; shade += 1) {
-      colours.set(colourAt((sign * shade) / (SHADE_COUNT - 1), isDark), 3 * shade);
-    }
-    return colours;
-  };
+  const createRamp = (sign) =>
+    Array.from({ length: SHADE_COUNT }, (_, shade) => [
+      ...Uint8ClampedArray.from(colourAt((sign * shade) / (SHADE_COUNT - 1), isDark)),
+    ]);
   if (!palettes.has(isDark)) palettes.set(isDark, { up: createRamp(1), down: createRamp(-1) });
   return palettes.get(isDark);
 }
 
 /** Returns the largest absolute value of the finite numbers; 0 if there is none. */
-export function largestSize(numbers) {
-  let largest = 0;
-  for (const value of numbers)
+export const largestSize = (numbers) => rangeOf(numbers).largest;
+
+function rangeOf(numbers) {
+  let [largest, isSigned] = [0, false];
+  for (const value of numbers) {
     if (Number.isFinite(value)) largest = Math.max(largest, Math.abs(value));
-  return largest;
+    if (value < 0) isSigned = true;
+  }
+  return { largest, isSigned };
 }
 
 /** True if dark text has more contrast on a colour than white text (WCAG 2, relative luminance). */
 export function isLight(rgb) {
   const linear = rgb.map((u) => (u <= 10 ? u / 3294.6 : ((u / 255 + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.185;
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.183;
 }
 
 function colourAt(share, isDark) {

@@ -1,9 +1,11 @@
 // Shows thumbnails of all heads; a click on one selects it for the heat map.
 
 import { h } from "../dom.js";
+import { isDark } from "../theme.js";
 import { drawThumbnail } from "./heatmap.js";
 
 const MAX_HEADS = 64;
+const MAX_THUMBNAIL = 128; // rows and columns of a thumbnail
 
 /**
  * Creates the grid.
@@ -13,14 +15,18 @@ const MAX_HEADS = 64;
  * @returns {(weights: {rows, cols, stack, shape, numbers}, head: number) => void}
  */
 export function createHeadGrid(root, onSelect) {
+  let shown = {};
   return (weights, head) => {
+    const isSame = shown.weights === weights && shown.isDark === isDark();
+    shown = { weights, isDark: isDark() };
+    if (isSame) return markHead(root, head);
     root.hidden = weights.stack < 2;
     if (root.hidden) return root.replaceChildren();
     const size = weights.rows * weights.cols;
     const shownCount = Math.min(weights.stack, MAX_HEADS);
     const buttons = Array.from({ length: shownCount }, (_, index) => {
       const numbers = weights.numbers.subarray(index * size, (index + 1) * size);
-      const image = drawThumbnail({ rows: weights.rows, cols: weights.cols, numbers });
+      const image = drawThumbnail(shrink({ rows: weights.rows, cols: weights.cols, numbers }));
       image.setAttribute("aria-hidden", "true");
       return h(
         "button",
@@ -46,6 +52,24 @@ export function createHeadGrid(root, onSelect) {
       ...(hiddenCount ? [h("p", { class: "hint" }, `${hiddenCount} more are not shown.`)] : []),
     );
   };
+}
+
+/** Sums blocks of cells: a thumbnail has fewer pixels than a large map has cells. */
+function shrink({ rows, cols, numbers }) {
+  const size = Math.ceil(Math.max(rows, cols) / MAX_THUMBNAIL);
+  const [high, wide] = [Math.ceil(rows / size), Math.ceil(cols / size)];
+  const sums = new Float64Array(high * wide);
+  for (let row = 0; row < rows; row += 1) {
+    const start = Math.floor(row / size) * wide;
+    for (let col = 0; col < cols; col += 1)
+      sums[start + Math.floor(col / size)] += numbers[row * cols + col];
+  }
+  return { rows: high, cols: wide, numbers: sums };
+}
+
+function markHead(root, head) {
+  for (const [index, button] of root.querySelectorAll("button").entries())
+    button.setAttribute("aria-pressed", String(index === head));
 }
 
 /**

@@ -1,10 +1,11 @@
 // Shows a matrix as a heat map, with a cursor for pointer and keyboard, and a menu to save it.
 
 import { h, setText } from "../dom.js";
+import { createTerm } from "../glossary.js";
 import { createSaveMenu } from "../keep/save_menu.js";
-import { isDark, readColours } from "../theme.js";
+import { isDark, readColours, readUnit } from "../theme.js";
 import { createShades } from "./colors.js";
-import { computeLayout } from "./heatmap_axes.js";
+import { computeLayout, fitLayout } from "./heatmap_axes.js";
 import {
   drawHeatmap,
   drawScale,
@@ -12,14 +13,14 @@ import {
   renderScale,
   SCALE_HEIGHT,
 } from "./heatmap_drawing.js";
-import { listenToPointer } from "./heatmap_pointer.js";
+import { describeKeys, describeUse, listenToPointer } from "./heatmap_pointer.js";
 
 /** A heat map in a figure. */
 export class Heatmap {
   /**
    * @param {HTMLElement} figure
    * @param {Object} options
-   * @param {number} options.maxHeight pixels of all cells together
+   * @param {number} options.maxHeight pixels of all cells together, unless CSS limits the surface
    * @param {(usesRoot: boolean) => void} options.onRoot adds a control for square-root shades, which
    *   show small numbers
    * @param {string} options.name of the map, for screen readers
@@ -28,17 +29,25 @@ export class Heatmap {
    * @param {(cell: {row, col}|null, byKey: boolean) => void} options.onPoint
    * @param {(row: number|null, cell: {row, col}|undefined) => void} options.onSelect called with the
    *   row to pin, and the cell that was clicked
+   * @param {string} options.effect of `onSelect`, such as "pin its row"
    */
   constructor(
     figure,
-    { name, maxHeight = 560, isSmall = false, onPoint = () => {}, onSelect = null, onRoot = null },
+    {
+      name,
+      maxHeight = 560,
+      isSmall = false,
+      effect = null,
+      onPoint = () => {},
+      onSelect = () => {},
+      onRoot = null,
+    },
   ) {
     this.maxHeight = maxHeight;
     this.isSmall = isSmall;
     this.usesRoot = false;
-    this.hint = onSelect
-      ? "Move the pointer or use the arrow keys. Click or press Enter to pin a row."
-      : "Move the pointer or use the arrow keys.";
+    this.hint = describeUse(effect);
+    this.keys = describeKeys(effect);
     this.canvas = h("canvas", { "aria-hidden": "true" });
     this.surface = h(
       "div",
@@ -72,7 +81,7 @@ export class Heatmap {
         this.draw();
         onPoint(cell, byKey);
       },
-      onSelect: onSelect ?? (() => {}),
+      onSelect,
     });
     new ResizeObserver(() => this.draw()).observe(figure);
   }
@@ -88,6 +97,7 @@ export class Heatmap {
    *   rowName, colName: (index) => name of a row or column in a sentence
    *   rowAxis, colAxis: axis titles, or null
    *   rowBars, colBars: {values, label, max}, or null
+   *   masked: 1 for each cell whose number does not exist, or null
    *   decimals: of the numbers in cells, 2 if undefined
    *   chosen: {row, col} of a cell with an outline, or undefined
    *   scaleNumbers: the numbers that set the colour scale, if other maps share it
@@ -98,7 +108,7 @@ export class Heatmap {
     this.showReadout(null);
     setText(this.about, matrix.about);
     this.saveMenu.hidden = false;
-    this.surface.setAttribute("aria-label", matrix.label);
+    this.surface.setAttribute("aria-label", `${matrix.label} ${this.keys}`);
     this.repaint();
   }
 
@@ -114,7 +124,10 @@ export class Heatmap {
     this.shades = this.createShades(isDark());
     this.image = renderCells(this.matrix, this.shades);
     const { low, strip, high } = renderScale(this.shades);
-    this.legend.replaceChildren(h("span", {}, low), strip, h("span", {}, high));
+    const masked = this.matrix.masked
+      ? [h("span", { class: "hatch", "aria-hidden": "true" }), createTerm("masked")]
+      : [];
+    this.legend.replaceChildren(h("span", {}, low), strip, h("span", {}, high), ...masked);
     this.draw();
   }
 
@@ -149,14 +162,30 @@ export class Heatmap {
     const { canvas, context, matrix, surface } = this;
     const width = surface.clientWidth;
     if (!width) return;
-    const layout = computeLayout(context, matrix, width, this.maxHeight);
-    this.layout = layout;
+    const unit = readUnit();
+    const isBounded = getComputedStyle(surface).getPropertyValue("--is-bounded");
+    const height = isBounded ? surface.clientHeight : null;
+    const layout = this.layOut(width / unit, height && height / unit);
+    this.unit = unit;
     const scale = devicePixelRatio || 1;
     canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(layout.total * scale);
-    canvas.style.height = `${layout.total}px`;
-    context.setTransform(scale, 0, 0, scale, 0, 0);
+    canvas.height = Math.round(layout.total * unit * scale);
+    canvas.style.height = `${layout.total * unit}px`;
+    context.setTransform(scale * unit, 0, 0, scale * unit, 0, 0);
     drawHeatmap(context, this, layout, readColours());
+  }
+
+  /** Returns the layout for a size in units; the last one if nothing has changed. */
+  layOut(width, height) {
+    const { context, matrix, maxHeight } = this;
+    const key = [width, height].join();
+    if (this.layout?.matrix !== matrix || this.layout.key !== key) {
+      const layout = height
+        ? fitLayout(context, matrix, width, height)
+        : computeLayout(context, matrix, width, maxHeight);
+      this.layout = { ...layout, matrix, key };
+    }
+    return this.layout;
   }
 
   /** Describes the map for the menu that saves it. */
@@ -168,7 +197,7 @@ export class Heatmap {
       const map = { matrix, shades, isSmall, selectedRow, cursor: null };
       const draw = (colours) => {
         drawHeatmap(context, { ...map, image: renderCells(matrix, shades) }, layout, colours);
-        drawScale(context, shades, layout, colours);
+        drawScale(context, map, layout, colours);
       };
       return { height: layout.total + SCALE_HEIGHT, draw };
     };

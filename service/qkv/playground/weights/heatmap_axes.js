@@ -4,42 +4,59 @@ import { SANS } from "../theme.js";
 
 const FONT = `12px ${SANS}`;
 const MIN_NAME_PX = 11; // height of a name, pixels
+const STRETCH = 1.6; // of a drawing in a place of limited height
 const MAX_CELL_PX = 110; // pixels
 const THIN_CELL_PX = 4; // pixels; bars of thinner cells touch and show an outline
 const TIP_PX = 3; // thickness of the outline, pixels
 const MAX_BAR_PX = 12; // pixels
 
 /**
- * Computes the layout, in pixels.
+ * Computes the layout of a drawing that is not higher than its place.
+ *
+ * @param {number} maxTotal of the drawing with its names and bars, in pixels
+ */
+export function fitLayout(context, matrix, width, maxTotal) {
+  let layout = computeLayout(context, matrix, width, maxTotal, STRETCH);
+  for (let i = 0; i < 2 && layout.total > maxTotal; i += 1) {
+    const maxHeight = layout.height + maxTotal - layout.total;
+    layout = computeLayout(context, matrix, width, maxHeight, STRETCH);
+  }
+  return layout; // names that rotate in smaller cells need more room: hence twice
+}
+
+/**
+ * Computes the layout, in pixels of a page with a font of 15 pixels.
  *
  * @param {CanvasRenderingContext2D} context measures text
  * @param {Object} matrix as for `Heatmap.show`
  * @param {number} width of the canvas
  * @param {number} maxHeight of all cells together
+ * @param {number} stretch width of a cell by its height, at most
  */
-export function computeLayout(context, matrix, width, maxHeight) {
+export function computeLayout(context, matrix, width, maxHeight, stretch = 1) {
   context.font = FONT;
   const widest = (names) => Math.max(...names.map((name) => context.measureText(name).width));
   const isNarrow = width < 480;
   const bars = isNarrow ? 30 : 48;
   const maxNameWidth = isNarrow ? 64 : 110;
-  const rowNamesWidth = matrix.rowLabels ? Math.min(widest(matrix.rowLabels), maxNameWidth) : 28;
-  const left = rowNamesWidth + 12 + (matrix.rowAxis ? 20 : 0);
-  const end = matrix.colLabels ? 0.72 * context.measureText(matrix.colLabels.at(-1)).width : 0;
+  const elideAll = (names) => names?.map((name) => elide(context, name, maxNameWidth));
+  const [rowNames, colNames] = [elideAll(matrix.rowLabels), elideAll(matrix.colLabels)];
+  const left = (rowNames ? widest(rowNames) : 28) + 12 + (matrix.rowAxis ? 20 : 0);
+  const end = colNames ? 0.72 * context.measureText(colNames.at(-1)).width : 0;
   const right = Math.max(matrix.rowBars ? bars + 12 : 4, end); // room for the last name if it is rotated
   const ratio = matrix.rows / matrix.cols;
   // cells are square unless the matrix would become a strip
-  const fitting = ratio > 0.4 && ratio < 2.5 ? maxHeight / ratio : Infinity;
+  const fitting = ratio > 0.4 && ratio < 2.5 ? (stretch * maxHeight) / ratio : Infinity;
   const cellsWide = Math.max(
     Math.min(width - left - right, matrix.cols * MAX_CELL_PX, fitting),
     40,
   );
-  const colWidest = matrix.colLabels ? widest(matrix.colLabels) : 24;
-  const angle = matrix.colLabels ? nameAngle(cellsWide / matrix.cols, colWidest) : 0;
-  const namesSize = angle ? Math.min(colWidest, 110) * Math.sin(angle) + 10 : 14;
+  const colWidest = colNames ? widest(colNames) : 24;
+  const angle = colNames ? nameAngle(cellsWide / matrix.cols, colWidest) : 0;
+  const namesSize = angle ? colWidest * Math.sin(angle) + 10 : 14;
   const top = namesSize + 8 + (matrix.colAxis ? 20 : 0);
   const cellsHigh = Math.round(Math.min(cellsWide * ratio, maxHeight));
-  const high = Math.max(cellsHigh, Math.min(matrix.rows * 22, 120));
+  const high = stretch > 1 ? cellsHigh : Math.max(cellsHigh, Math.min(matrix.rows * 22, 120));
   return {
     left,
     top,
@@ -47,10 +64,27 @@ export function computeLayout(context, matrix, width, maxHeight) {
     height: high,
     cellWidth: cellsWide / matrix.cols,
     cellHeight: high / matrix.rows,
+    rowNames,
+    colNames,
+    stretch,
     bars,
     angle,
     total: top + high + (matrix.colBars ? bars + 34 : 6),
   };
+}
+
+/** Returns a text that fits a width: its beginning and … if it is too long. */
+function elide(context, text, width) {
+  const fits = (part) => context.measureText(part).width <= width;
+  if (fits(text)) return text;
+  const letters = [...text];
+  let [least, most] = [0, letters.length]; // so many letters fit, and do not
+  while (most - least > 1) {
+    const middle = Math.floor((least + most) / 2);
+    if (fits(`${letters.slice(0, middle).join("")}…`)) least = middle;
+    else most = middle;
+  }
+  return `${letters.slice(0, least).join("")}…`;
 }
 
 /** Returns the smallest rotation at which column names do not overlap. */
@@ -84,11 +118,12 @@ function drawAxisTitles(context, matrix, { left, top, width, height }, { muted }
   }
 }
 
-function drawRowNames(context, matrix, { left, top, cellHeight }, colours, at, selectedRow) {
+function drawRowNames(context, matrix, layout, colours, at, selectedRow) {
   context.textAlign = "right";
   context.textBaseline = "middle";
-  const { rows, rowLabels, rowTick } = matrix;
-  for (const [row, name] of visibleNames(rowLabels, rowTick, rows, cellHeight, 26)) {
+  const { left, top, cellHeight, rowNames } = layout;
+  const { rows, rowTick } = matrix;
+  for (const [row, name] of visibleNames(rowNames, rowTick, rows, cellHeight, 26)) {
     setEmphasis(context, colours, row === selectedRow, row === at);
     context.fillText(
       name,
@@ -99,10 +134,11 @@ function drawRowNames(context, matrix, { left, top, cellHeight }, colours, at, s
   }
 }
 
-function drawColumnNames(context, matrix, { left, top, cellWidth, angle }, colours, at) {
+function drawColumnNames(context, matrix, layout, colours, at) {
   context.textBaseline = "middle";
-  const { cols, colLabels, colTick } = matrix;
-  for (const [col, name] of visibleNames(colLabels, colTick, cols, cellWidth, 40)) {
+  const { left, top, cellWidth, angle, colNames } = layout;
+  const { cols, colTick } = matrix;
+  for (const [col, name] of visibleNames(colNames, colTick, cols, cellWidth, 40)) {
     setEmphasis(context, colours, false, col === at);
     const x = left + (col + 0.5) * cellWidth;
     context.save();

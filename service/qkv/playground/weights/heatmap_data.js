@@ -4,6 +4,7 @@ import { formatNumber } from "../dom.js";
 import { matchLabels } from "../inputs/labels.js";
 import { largestSize } from "./colors.js";
 import { headName } from "./head_grid.js";
+import { findMasked } from "./masked_cells.js";
 import { binValues, firstOfBin } from "./weights_request.js";
 
 /** Returns the names of rows and columns of a view's weights: in the map, and in full. */
@@ -54,9 +55,7 @@ export function weightsMatrix(view, head, labels) {
     ...headMatrix(view, head, labels, weights.numbers),
     title: `Weights of ${describeRun(request)}${headNote}`,
     tensors: tensorsOf(view),
-    label:
-      `Weights of ${request.variant.variant}${headNote}: ${request.rows} queries by ${request.cols} keys${poolingNote}. ` +
-      "Arrow keys move, Enter pins a row.",
+    label: `Weights of ${request.variant.variant}${headNote}: ${request.rows} queries by ${request.cols} keys${poolingNote}.`,
     rowBars: {
       values: entropy,
       label: "entropy",
@@ -92,11 +91,13 @@ export function headMatrix(view, head, labels, numbers) {
   const { rows, cols } = view.weights;
   const { row, col } = axisNames(view, labels);
   const { request } = view;
+  const ownNumbers = numbers.subarray(head * rows * cols, (head + 1) * rows * cols);
   return {
     rows,
     cols,
     about: request.bins === null ? null : describePooling(request, rows, cols),
-    numbers: numbers.subarray(head * rows * cols, (head + 1) * rows * cols),
+    numbers: ownNumbers,
+    masked: findMasked(view, head, ownNumbers),
     rowLabels: row.labels,
     colLabels: col.labels,
     rowTick: row.tick,
@@ -150,7 +151,7 @@ export function outputMatrix(view, head, labels) {
     colBars: null,
     title,
     tensors: tensorsOf(view),
-    label: `Output: ${rows} rows by ${cols} channels. Arrow keys move.`,
+    label: `Output: ${rows} rows by ${cols} channels.`,
   };
 }
 

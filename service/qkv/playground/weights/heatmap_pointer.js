@@ -1,5 +1,17 @@
 // Moves the cursor of a heat map by pointer and by arrow keys.
 
+import { isTouch } from "../dom.js";
+
+/** Describes how to read a cell, and how to choose one for an effect such as "pin its row". */
+export function describeUse(effect) {
+  if (isTouch) return `Tap a cell to read it${effect ? ` and to ${effect}` : ""}.`;
+  return `Move the pointer or use the arrow keys.${effect ? ` Click or press Enter to ${effect}.` : ""}`;
+}
+
+/** Describes the keys alone, for screen readers. */
+export const describeKeys = (effect) =>
+  isTouch ? describeUse(effect) : `Arrow keys move.${effect ? ` Enter: ${effect}.` : ""}`;
+
 /**
  * Calls `onPoint` with the cell at the cursor, and `onSelect` with the row to pin or null
  * and the chosen cell.
@@ -30,8 +42,10 @@ export function listenToPointer(heatmap, callbacks) {
     if (!heatmap.matrix || event.ctrlKey || event.metaKey || event.altKey) return;
     const at = heatmap.cursor ?? { row: heatmap.selectedRow ?? 0, col: 0 };
     if (event.key === "Enter" || event.key === " ") choose(at);
-    else if (event.key === "Escape") callbacks.onSelect(null);
-    else {
+    else if (event.key === "Escape") {
+      if (heatmap.selectedRow === null) return; // it leaves the presenter view
+      callbacks.onSelect(null);
+    } else {
       const target = moveCursor(
         event,
         heatmap.cursor ? at : { row: at.row, col: at.col - (event.key === "ArrowRight") },
@@ -62,11 +76,11 @@ function moveCursor({ key, shiftKey }, { row, col }, { rows, cols }) {
   return { row: clamp(target[0], rows), col: clamp(target[1], cols) };
 }
 
-function cellAt({ canvas, layout, matrix }, { clientX, clientY }) {
+function cellAt({ canvas, layout, unit, matrix }, { clientX, clientY }) {
   if (!layout) return null;
   const bounds = canvas.getBoundingClientRect();
-  const col = Math.floor((clientX - bounds.left - layout.left) / layout.cellWidth);
-  const row = Math.floor((clientY - bounds.top - layout.top) / layout.cellHeight);
+  const col = Math.floor(((clientX - bounds.left) / unit - layout.left) / layout.cellWidth);
+  const row = Math.floor(((clientY - bounds.top) / unit - layout.top) / layout.cellHeight);
   if (row < 0 || col < 0 || row >= matrix.rows || col >= matrix.cols) return null;
   return { row, col };
 }

@@ -13,7 +13,8 @@ export function createReadout(announce) {
   return (heatmap, cell, byKey, arrow = " → ") => {
     if (!cell) return heatmap.showReadout(null);
     const { matrix } = heatmap;
-    const value = formatNumber(matrix.numbers[cell.row * matrix.cols + cell.col]);
+    const at = cell.row * matrix.cols + cell.col;
+    const value = matrix.masked?.[at] ? "masked" : formatNumber(matrix.numbers[at]);
     const text = `${matrix.rowName(cell.row)}${arrow}${matrix.colName(cell.col)}`;
     heatmap.showReadout(text, value);
     if (byKey) announce(`${text.replace("→", "to")}: ${value}`);

@@ -12,6 +12,7 @@ import { binOfPosition, createRowReader, firstOfBin } from "./weights_request.js
  * @param {Object} state of the page: its head, its labels, and the pinned row or null
  * @param {Object} callbacks
  * @param {(bin: number|null) => void} callbacks.onMark called with the pinned row of the map
+ * @param {(row: number) => void} callbacks.onShow called with the row that is shown
  * @param {() => void} callbacks.onSelect called when the user pinned or unpinned a row
  * @param {(call: Object) => void} callbacks.onCall called for each request
  * @param {(error: Error) => void} callbacks.onError
@@ -41,6 +42,7 @@ export function createRowSelection(root, state, callbacks) {
       if (pending !== current) return;
       lastRow = row;
       showWeights(rowWeights, row, head);
+      callbacks.onShow(row);
     } catch (error) {
       if (error.name !== "AbortError") callbacks.onError(error);
     } finally {

@@ -15,15 +15,17 @@ import { showWeightsTable } from "./weights_table.js";
  * @param {Object} state of the page
  * @param {Object} callbacks
  * @param {(head: number) => void} callbacks.onHead called with the head that the user selects
+ * @param {(row: number) => void} callbacks.onRow called with the row that is shown
  * @param {() => void} callbacks.onChange called when the pinned row or the shades changed
  * @param {(call: Object) => void} callbacks.onCall called for each request
  * @param {(text: string) => void} callbacks.announce
  */
-export function createWeightsPanel(state, { onHead, onChange, onCall, announce }) {
+export function createWeightsPanel(state, { onHead, onRow, onChange, onCall, announce }) {
   const showReadout = createReadout(announce);
   const showHeads = createHeadGrid(findById("heads"), onHead);
   const rowSelection = createRowSelection(findById("row"), state, {
     onMark: (bin) => map.markRow(bin),
+    onShow: onRow,
     onSelect: onChange,
     onCall,
     onError: showProblem,
@@ -35,6 +37,7 @@ export function createWeightsPanel(state, { onHead, onChange, onCall, announce }
       showReadout(map, cell, byKey);
       if (cell) rowSelection.point(cell.row);
     },
+    effect: "pin its row",
     onSelect: (bin) => rowSelection.select(bin),
     onRoot: (usesRoot) => {
       state.usesRoot = usesRoot;
@@ -47,8 +50,13 @@ export function createWeightsPanel(state, { onHead, onChange, onCall, announce }
     onPoint: (cell, byKey) => showReadout(output, cell, byKey, " "),
   });
   return {
-    heatmaps: [map, output],
+    /** Redraws with the colours of the theme. */
+    repaint: (view) => {
+      for (const one of [map, output]) one.repaint();
+      if (view?.weights) showHeads(view.weights, state.head);
+    },
     showReadout,
+    selectRow: rowSelection.select,
     /** Empties the table, whose numbers must not get the labels of the next run. */
     clear: () => showWeightsTable(null),
     draw: (view) => {

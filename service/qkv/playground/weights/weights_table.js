@@ -23,6 +23,7 @@ export function showWeightsTable(matrix) {
 
 function fillTable(root, matrix) {
   const { rows, cols, numbers, rowName, colName, rowBars } = matrix;
+  const isMasked = (row, col) => matrix.masked?.[row * cols + col];
   const showsAll = cols <= MAX_COLUMNS;
   const columns = Array.from({ length: cols }, (_, col) => col);
   const headings = showsAll ? columns.map(colName) : ["Largest at", "Largest weight"];
@@ -34,7 +35,7 @@ function fillTable(root, matrix) {
       0,
     );
     const cells = showsAll
-      ? [...weights].map((value) => formatFixed(value))
+      ? [...weights].map((value, col) => (isMasked(row, col) ? "masked" : formatFixed(value)))
       : [colName(largestAt), formatFixed(weights[largestAt])];
     if (rowBars) cells.push(formatNumber(rowBars.values[row], 3));
     return h(
