@@ -36,7 +36,7 @@ def problems(page: Page, context: str | None = None) -> list[tuple[str, list[str
 def small_targets(page: Page) -> list[str]:
     """Returns the visible controls below 24 by 24 pixels, with their labels (WCAG 2.5.8).
 
-    Terms in a sentence are not among them: the line limits their height.
+    Terms in a sentence and symbols in a formula are not among them: the line limits their size.
     """
     found: list[str] = page.evaluate(
         """() => {
@@ -44,7 +44,7 @@ def small_targets(page: Page) -> list[str]:
                 "a, button, input, select, textarea, summary, label.button, [tabindex='0']";
             const isShown = (e) =>
                 e.checkVisibility({ visibilityProperty: true }) &&
-                !e.matches(".unseen, .skip, p .term");
+                !e.matches(".unseen, .skip, p .term, p .symbol");
             const isSmall = (e) => {
                 const boxes = [e, ...(e.labels ?? [])].map((one) => one.getBoundingClientRect());
                 const most = (side) => Math.max(...boxes.map((box) => box[side]));
