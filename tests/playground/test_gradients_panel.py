@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_client_and_near_finite_differences(
                 np.testing.assert_allclose(shown[:, column], numbers, rtol=5e-3, atol=EPS)
             assert shown[:, 2].max() < EPS
             expect(page.locator("#gradients [role=status]")).to_contain_text("in float32")
-            output = page.locator("#gradients").get_by_role("application", name="Enter chooses")
+            output = page.locator("#gradients").get_by_role("application", name="choose it")
             output.focus()
             for key in ("End", "ArrowLeft", "ArrowDown", "ArrowDown", "ArrowDown", "ArrowDown"):
                 page.keyboard.press(key)

@@ -58,10 +58,9 @@ def test_steps_have_the_numbers_of_the_client(open_page: Open, server: Server) -
     opened = open_page(server.url, path=CAUSAL)
     page = wait_until_drawn(opened)
     page.locator("#steps").scroll_into_view_if_needed()
-    words = dict.fromkeys(("query", "key", "value"), WORDS)
+    arguments: dict[str, Any] = dict.fromkeys(("query", "key", "value"), WORDS)
     with Client(server.url) as client:
-        outputs = ("steps",)
-        run = client.attend("softmax", **words, scale=1.0, causal=True, outputs=outputs)
+        run = client.attend("softmax", **arguments, scale=1.0, causal=True, outputs=["steps"])
     steps = {name.removeprefix("steps."): array for name, array in run.outputs.items()}
     for row in (1, 3):
         page.get_by_label("Followed row").fill(str(row))
@@ -110,10 +109,15 @@ def test_formula_and_steps_point_to_each_other(open_page: Open, server: Server) 
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     expect(page.get_by_label("Followed row")).to_have_value("2")
+    page.wait_for_url(re.compile("row=2"))
     picture = steps.locator("[data-step=scores] canvas")
-    picture.click(position={"x": 5, "y": 2})
+    picture.click(position={"x": 5, "y": 4})
     expect(page.locator("#row-number")).to_have_value("0")
     expect(page.get_by_label("Followed row")).to_have_value("0")
+    page.wait_for_url(re.compile("row=0"))
+    page.go_back()  # to the row before, with the symbols of its formula
+    expect(page.get_by_label("Followed row")).to_have_value("2")
+    expect(formula.get_by_role("button", name="step scaled")).to_be_visible()
 
 
 def test_layer_begins_with_x_and_the_head_is_that_of_the_map(

@@ -1,9 +1,8 @@
 // Finds the numbers that a chosen entry of the output depends on: those of its item of the batch.
 
 import { countElements, toNumbers } from "../data/tensors.js";
+import { isHeads } from "../weights/axis_letters.js";
 import { outputIndex } from "../weights/heatmap_data.js";
-
-const HEADS = ["H", "G", "J", "V", "T"]; // letters of axes of heads
 
 /**
  * Finds the chosen entry in the output of a run.
@@ -34,7 +33,7 @@ export function locateEntry(view, head, entry) {
 export function hasBatch(request) {
   const name = Object.keys(request.inputs).find((one) => !isOptional(request, one));
   const letters = lettersOf(request, name);
-  const headCount = letters.filter((letter) => HEADS.includes(letter)).length;
+  const headCount = letters.filter(isHeads).length;
   return letters.length - request.inputs[name].shape.length <= headCount;
 }
 

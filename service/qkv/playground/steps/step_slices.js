@@ -1,7 +1,7 @@
 // Takes the numbers of one head and one row out of a step.
 
 import { countElements } from "../data/tensors.js";
-import { isHeads } from "./steps_request.js";
+import { isHeads } from "../weights/axis_letters.js";
 
 /**
  * Returns the numbers of a step for a head and a row.

@@ -38,7 +38,7 @@ export function createStepsPanel(state, layout, { onRow, onCall }) {
 
   let view = null;
   let row = 0;
-  let shown = null; // {view, steps, figures, isMasked}
+  let shown = null; // {view, steps, figures}
   let running = null;
   let frame = 0; // the next frame, if it draws another row
   let marks = []; // functions that mark the symbol of a step in a formula
@@ -56,14 +56,7 @@ export function createStepsPanel(state, layout, { onRow, onCall }) {
   };
   const showFormulas = () => {
     const { variant } = view.request;
-    const isPlain = reasonWithoutSteps(view) !== null;
-    const key = [
-      variant.formula,
-      ...(isPlain ? [] : listSteps(view).map(({ name }) => name)),
-    ].join();
-    if (key === formula.dataset.key) return; // a button may have the focus
-    formula.dataset.key = key;
-    const steps = isPlain ? [] : listSteps(view);
+    const steps = reasonWithoutSteps(view) ? [] : listSteps(view);
     const callbacks = { onPoint: point, onChoose: choose };
     marks = [findById("formula"), formula].map((root) =>
       showFormula(root, variant.formula, steps, callbacks),
@@ -91,6 +84,7 @@ export function createStepsPanel(state, layout, { onRow, onCall }) {
     const reason = reasonWithoutSteps(view);
     body.hidden = reason !== null;
     setText(about, reason);
+    setText(error, null);
     if (reason) return;
     if (shown?.view === view) drawRow();
     else run();
@@ -105,7 +99,6 @@ export function createStepsPanel(state, layout, { onRow, onCall }) {
     try {
       const { steps, timing, elapsedMs } = await fetchSteps(view, signal);
       onCall({ variant: view.request.variant.variant, what: "steps", timing, elapsedMs });
-      setText(error, null);
       const callbacks = { onPoint: point, onRow };
       current.steps = steps;
       current.figures = steps.map((step, i) => createStepFigure(step, i + 1, callbacks));

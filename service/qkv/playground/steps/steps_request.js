@@ -2,13 +2,10 @@
 
 import { post } from "../api.js";
 import { countElements, fromWire, toNumbers } from "../data/tensors.js";
+import { omittedLetters } from "../weights/axis_letters.js";
 
 const NUMBER_BYTES = 8; // steps are float64
-const HEADS = ["H", "G", "J", "V", "T"]; // letters of axes of heads
 const MAX_HEAD_WIDTHS = 2; // a layer's heads are at most this many times as wide as M / H
-
-/** True for the letter of an axis of heads. */
-export const isHeads = (letter) => HEADS.includes(letter);
 
 /** Returns why the page shows no steps of a run; null if it shows them. */
 export function reasonWithoutSteps(view) {
@@ -47,9 +44,11 @@ export function listSteps({ request: { variant, inputs, body } }) {
 }
 
 /** Returns the size of each axis of a run by its letter; those of a layer's heads are estimates. */
-function findSizes({ request: { variant, inputs, body, rows, cols }, weights, output }) {
+function findSizes(view) {
+  const { request, weights, output } = view;
+  const { variant, inputs, body, rows, cols } = request;
   const sizes = { B: 1, L: rows, S: cols };
-  const omitted = omittedAxes({ request: { variant, body }, weights });
+  const omitted = omittedLetters(view);
   for (const [name, { shape }] of Object.entries(variant.inputs)) {
     const letters = shape.filter((letter) => !omitted.has(letter));
     const own = inputs[name]?.shape;
@@ -68,17 +67,6 @@ function findSizes({ request: { variant, inputs, body, rows, cols }, weights, ou
   return { H: Math.max(sizes.T, sizes.J ?? 1), R: rank ?? cols, ...sizes };
 }
 
-/** Returns the letters of the axes that a request omits; its response omits them too. */
-export function omittedAxes({ request: { variant, body }, weights }) {
-  const letters = variant.outputs.weights.shape;
-  const missing = letters.length - weights.tensor.shape.length;
-  const heads = letters.filter(isHeads).length;
-  const hasHeads = heads === 0 || body.layer?.heads;
-  if (missing === 0) return new Set();
-  if (missing > heads) return new Set(["B", ...HEADS]);
-  return new Set(hasHeads ? ["B"] : HEADS);
-}
-
 /**
  * Requests the steps.
  *
@@ -90,7 +78,7 @@ export async function fetchSteps(view, signal) {
   const { path, body, inputs } = view.request;
   const wanted = { ...body, outputs: ["steps"], encoding: "base64" };
   const { result, elapsedMs } = await post(path, wanted, signal);
-  const omitted = omittedAxes(view);
+  const omitted = omittedLetters(view);
   const named = listSteps(view).filter(({ name }) => `steps.${name}` in result.outputs);
   const steps = named.map((entry) =>
     describe(entry, omitted, fromWire(result.outputs[`steps.${entry.name}`])),
