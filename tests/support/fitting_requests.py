@@ -145,8 +145,8 @@ class Fitting:
     def _fit_state(
         self, variant: Variant, arrays: dict[str, Array], fields: dict[str, Any]
     ) -> None:
-        """Asks for a whole state instead of parts of it, with what it needs."""
-        asked = ("state" if n.startswith("state.") else n for n in fields["outputs"])
+        """Asks for a whole state, and for all steps, instead of parts; with what a state needs."""
+        asked = (n.partition(".")[0] for n in fields["outputs"])
         fields["outputs"] = [*dict.fromkeys(asked)]
         if "state" not in fields["outputs"]:
             return

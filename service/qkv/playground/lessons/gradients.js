@@ -23,7 +23,7 @@ export const gradients = {
       state: { ...JOURNEY },
       section: "gradients",
       look: ".gradient-maps",
-      text: "A key moves the output only through the weights: if its weight grows, the other weights shrink, because they share 100 %. The numbers of “journey” are positive, so the sign of the gradient says on which side of the output a value is: “one” has 0.77 in channel 0, above 0.4419, and its key has positive gradients; “step” has 0.05, and its key has negative ones.",
+      text: "A key moves the output through the weights alone: if its weight grows, the others shrink. The numbers of “journey” are positive, so the sign tells where a value lies: “one” has 0.77 in channel 0, above 0.4419, and its key has positive gradients; “step” has 0.05, and its key has negative ones.",
     },
     {
       state: { ...JOURNEY, "parameters.causal": true, "parameters.scale": 1 },

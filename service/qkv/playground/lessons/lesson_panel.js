@@ -152,25 +152,27 @@ function keepHeight(root) {
  */
 function createKeeper() {
   let kept = null;
-  const observer = new ResizeObserver(() => kept && bringIntoView(kept));
-  observer.observe(document.querySelector("main"));
+  const main = document.querySelector("main");
+  const bringBack = () => kept && bringIntoView(kept);
+  new ResizeObserver(bringBack).observe(main);
+  new MutationObserver(bringBack).observe(main, { childList: true, subtree: true });
   for (const type of ["wheel", "touchmove", "pointerdown", "keydown"]) {
     addEventListener(type, () => (kept = null), { passive: true, capture: true });
   }
   return (content) => {
     kept = content;
     for (const one of document.querySelectorAll(`.${MARK}`)) one.classList.remove(MARK);
-    if (!content) return;
-    const element = content.look && document.querySelector(content.look);
-    element?.classList.add(MARK);
-    const closed = element?.closest("details:not([open])");
-    if (closed) closed.open = true;
-    bringIntoView(content);
+    if (content) bringIntoView(content);
   };
 }
 
 function bringIntoView({ section, look }) {
   const behavior = "instant"; // the second call would stop a smooth first one
   findById(`${section}-title`).closest("section").scrollIntoView({ behavior });
-  if (look) document.querySelector(look)?.scrollIntoView({ block: "nearest", behavior });
+  const element = look && document.querySelector(look);
+  if (!element) return; // it is on its way
+  element.classList.add(MARK);
+  const closed = element.closest("details:not([open])");
+  if (closed) closed.open = true;
+  element.scrollIntoView({ block: "nearest", behavior });
 }
