@@ -93,7 +93,7 @@ def random_jobs(variant: Variant, kind: type[Plan], seed: int) -> list[Job]:
             output = variant.outputs["output"].letters
             tensors[GRAD_OUTPUT] = normal([own[x] for x in output])
         fields = {"parameters": parameters} | ({"weights": form} if kind is Plan else {})
-        if kind is Plan and max(sizes["L"], sizes["S"]) < 16:
+        if kind is Plan and variant.steps and max(sizes["L"], sizes["S"]) < 16:
             fields["outputs"] = ["output", "weights", "steps"]
         message = Message(fields, tensors)
         jobs.append(Job.new(kind, variant.name, message, LIMITS))

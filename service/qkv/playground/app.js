@@ -7,7 +7,7 @@ import { createLoadedLayers } from "./checkpoint/loaded_layers.js";
 import { createComparisons } from "./compare/comparisons.js";
 import { createRequestPanel } from "./copy/request_panel.js";
 import { createDetailSections } from "./detail_sections.js";
-import { debounce, findById, setText } from "./dom.js";
+import { debounce, findById, nextTask, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
 import { listenToTerms } from "./glossary.js";
 import { createExampleSelect } from "./inputs/example_select.js";
@@ -209,6 +209,7 @@ async function run() {
     if (missing.length) throw new Error(summary.missingMessage(state.variant.variant, missing));
     const request = buildRequest(state);
     const newView = await fetchView(request, signal, onCall);
+    await nextTask(); // of 512 positions, to read the response takes as long as to draw it
     if (signal.aborted) return;
     clearProblems();
     main.classList.remove("stale");

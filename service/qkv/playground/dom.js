@@ -95,3 +95,6 @@ export function debounce(callback, ms) {
   debounced.cancel = () => clearTimeout(timer);
   return debounced;
 }
+
+/** Waits for the next task of the browser, which responds to the user in between. */
+export const nextTask = () => new Promise((resolve) => setTimeout(resolve));

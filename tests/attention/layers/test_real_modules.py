@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from support.service import Server
 
 # building the models imports transformers and timm, which takes seconds
 pytestmark = pytest.mark.slow
+
+ROUNDING: Final = torch.finfo(torch.float32).eps / 2
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -37,8 +40,9 @@ def test_output_and_gradients_are_those_of_the_module(server: Server, case: Real
     own = own_errors(case)
     assert max(own) < bound(case)  # the module's own run shows that the bound is sensible
     assert max(found) < bound(case)
-    assert found.output < 4 * own.output
-    assert found.gradients < 4 * own.gradients
+    # the module's own error may be below one rounding by chance, as on some processors
+    assert found.output < 4 * max(own.output, ROUNDING)
+    assert found.gradients < 4 * max(own.gradients, ROUNDING)
 
 
 @pytest.mark.representative

@@ -258,7 +258,7 @@ def _outputs(variant: Variant) -> Schema:
     }
     for specs in variant.groups.values():
         outputs |= {
-            name: tensor_of(spec.dtypes, f"({', '.join(spec.letters)})")
+            name: tensor_of(spec.dtypes, f"({', '.join(spec.letters)})", len(spec.letters))
             for name, spec in specs.items()
         }
     if (weights := variant.outputs.get("weights")) is None:

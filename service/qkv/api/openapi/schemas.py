@@ -106,10 +106,10 @@ ENCODING: Final[Schema] = nullable(enumeration("Encoding", ["lists", "base64"]))
 }
 
 
-def _nested(leaf: Schema) -> list[Schema]:
+def _nested(leaf: Schema, axes: int = _AXES) -> list[Schema]:
     """Returns the schemas of a number, and of nested arrays of each rank."""
     ranks = [leaf]
-    for _ in range(_AXES):
+    for _ in range(axes):
         ranks.append(list_of(ranks[-1]))
     return ranks
 
@@ -132,6 +132,13 @@ TENSOR: Final = named(
         "description": "A number, nested lists of numbers that are not ragged, or base64.",
     },
 )
+_WIDE_TENSOR: Final = named(
+    "TensorOfFiveAxes",
+    {
+        "anyOf": [*_nested(NUMBER, 5), _BYTES],
+        "description": "The same with one axis more, (B, H, L, S, E).",
+    },
+)
 _INTEGERS: Final = named("IntegerTensor", {"anyOf": [*_nested({"type": "integer"}), _BYTES]})
 _MASK: Final = named("MaskTensor", {"anyOf": [*_nested(FLAG), *_nested(NUMBER), _BYTES]})
 
@@ -145,9 +152,11 @@ FLAT_OR_NESTED: Final = named(
 )
 
 
-def tensor_of(dtypes: Iterable[str], description: str) -> Schema:
-    """Returns the schema of a tensor of one of these dtypes."""
+def tensor_of(dtypes: Iterable[str], description: str, axes: int = _AXES) -> Schema:
+    """Returns the schema of a tensor of one of these dtypes; only floating ones have five axes."""
     known = set(dtypes)
+    if axes > _AXES:
+        return _WIDE_TENSOR | {"description": description}
     kind = _MASK if "bool" in known else TENSOR if known & set(FLOATING) else _INTEGERS
     return kind | {"description": description}
 
