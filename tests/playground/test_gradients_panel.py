@@ -13,35 +13,23 @@ from playwright.sync_api import Page, expect
 
 from qkv import Client
 from support.accessibility import overflow, problems
-from support.browser import Open, paste, wait_until_drawn
+from support.browser import Open, paste, read_gradients, wait_until_drawn
 from support.service import Server
 
 WORDS: Final = np.array(
     [
         [0.43, 0.15, 0.89], [0.55, 0.87, 0.66], [0.57, 0.85, 0.64],
         [0.22, 0.58, 0.33], [0.77, 0.25, 0.10], [0.05, 0.80, 0.55],
-    ],
-    np.float32,
+    ]
 )  # fmt: skip
 
-EPS: Final = float(np.finfo(np.float32).eps)
-
-
-def read_table(page: Page) -> dict[str, list[float]]:
-    """Returns gradient, finite difference and their difference by the name of the entry."""
-    section = page.locator("#gradients")
-    expect(section).not_to_have_attribute("aria-busy", "true")
-    if not section.locator("details[open]").count():
-        section.get_by_text("Gradients as a table").click()
-    rows: list[list[str]] = section.locator("tbody").evaluate(
-        "body => [...body.rows].map((row) => [...row.cells].map((cell) => cell.innerText))"
-    )
-    return {name: [float(n.replace("\u2212", "-")) for n in cells] for name, *cells in rows}
+ERROR: Final = 2**-30
+"""Of a finite difference with the step h = 2^-17, about h^2, for numbers of size 1."""
 
 
 def one_hot(row: int, col: int, shape: tuple[int, ...] = (6, 3)) -> np.ndarray[Any, Any]:
     """Returns the gradient of an output whose one entry is chosen."""
-    grad = np.zeros(shape, np.float32)
+    grad = np.zeros(shape)
     grad[row, col] = 1
     return grad
 
@@ -64,15 +52,15 @@ def test_gradients_are_those_of_the_client_and_near_finite_differences(
         arguments: dict[str, Any] = {"query": WORDS, "key": WORDS, "value": WORDS, "scale": 1.0}
         for row, col in ((5, 0), (4, 1)):
             expect(page.locator("#entry-row")).to_have_value(str(row))
-            table = read_table(page)
+            table = read_gradients(page)
             expected = client.gradients("softmax", grad_output=one_hot(row, col), **arguments)
             numbers = np.concatenate([expected[n].ravel() for n in ("query", "key", "value")])
             shown = np.array(list(table.values()))
             assert shown.shape == (54, 3)
             for column in (0, 1):  # of four digits; small numbers have three
-                np.testing.assert_allclose(shown[:, column], numbers, rtol=5e-3, atol=EPS)
-            assert shown[:, 2].max() < EPS
-            expect(page.locator("#gradients [role=status]")).to_contain_text("in float32")
+                np.testing.assert_allclose(shown[:, column], numbers, rtol=5e-3, atol=ERROR)
+            assert shown[:, 2].max() < ERROR
+            expect(page.locator("#gradients [role=status]")).to_contain_text("both in float64")
             output = page.locator("#gradients").get_by_role("application", name="choose it")
             output.focus()
             for key in ("End", "ArrowLeft", "ArrowDown", "ArrowDown", "ArrowDown", "ArrowDown"):
@@ -89,16 +77,16 @@ def test_chosen_entry_and_open_section_belong_to_the_link(open_page: Open, serve
     section = page.locator("#gradients")
     section.scroll_into_view_if_needed()
     expect(page.locator("#entry-row")).to_have_value("2")
-    before = read_table(page)
+    before = read_gradients(page)
     page.get_by_label("Channel", exact=True).fill("0")
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile("entry=2%2C0"))
-    assert read_table(page) != before
+    assert read_gradients(page) != before
     assert fields_of(page)["open"] == ["gradients"]
     map_of_key = section.get_by_role("application", name="gradient of key")
     map_of_key.focus()
     page.keyboard.press("ArrowDown")
-    name, numbers = "key, journey, channel 0", read_table(page)["key, journey, channel 0"]
+    name, numbers = "key, journey, channel 0", read_gradients(page)["key, journey, channel 0"]
     readout = section.locator(".gradient-readout")
     expect(readout).to_contain_text(f"{name}: gradient {numbers[0]}".replace("-", "\u2212"))
     expect(readout).to_contain_text("finite difference")
@@ -106,7 +94,7 @@ def test_chosen_entry_and_open_section_belong_to_the_link(open_page: Open, serve
     page.go_back()
     wait_until_drawn(opened)
     expect(page.locator("#entry-channel")).to_have_value("1")
-    assert read_table(page) == before
+    assert read_gradients(page) == before
     page.get_by_role("button", name="Gradients", exact=True).click()
     page.wait_for_function("() => !location.hash.includes('open=')")
     expect(section.locator("table")).to_be_hidden()
@@ -157,10 +145,9 @@ def test_gradients_of_each_kind_of_input_are_near_finite_differences(
         page.evaluate("() => { document.getElementById('status').textContent = ''; }")
         page.goto(server.url + path)
         wait_until_drawn(opened)
-        shown = np.array(list(read_table(page).values()))
+        shown = np.array(list(read_gradients(page).values()))
         assert np.abs(shown[:, 0]).max() > 0, name
-        # a gradient has a rounding for each of its few terms
-        assert shown[:, 2].max() < 16 * EPS * np.abs(shown[:, 0]).max(), name
+        assert shown[:, 2].max() < 16 * ERROR * np.abs(shown[:, 0]).max(), name
 
 
 def test_gradients_that_cannot_be_shown_or_checked_say_why(open_page: Open, server: Server) -> None:

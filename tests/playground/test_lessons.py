@@ -6,10 +6,11 @@ import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import numpy as np
 from playwright.sync_api import Page, expect
 
 from support.accessibility import overflow, problems
-from support.browser import Open, wait_until_drawn
+from support.browser import Open, read_gradients, wait_until_drawn
 from support.service import Server
 
 if TYPE_CHECKING:
@@ -38,6 +39,14 @@ def numbers_of(text: str) -> list[str]:
     return re.findall(r"\N{MINUS SIGN}?\d+(?:[.,]\d+)*", text)
 
 
+def check_gradients(page: Page) -> None:
+    """Checks that the gradients of each input are their finite differences, apart from rounding."""
+    rows = read_gradients(page)
+    for name in ("query", "key", "value"):
+        shown = np.array([row for entry, row in rows.items() if entry.startswith(f"{name},")])
+        assert shown[:, 2].max() < 1e-4 * np.abs(shown[:, 0]).max(), (page.url, name, shown)
+
+
 def test_each_stop_shows_its_section_and_every_number_of_its_text(
     open_page: Open, server: Server
 ) -> None:
@@ -58,6 +67,8 @@ def test_each_stop_shows_its_section_and_every_number_of_its_text(
         if "look" in stop:
             expect(page.locator(".looked-at")).to_be_in_viewport()
         page.wait_for_function(SHOWS, arg=numbers_of(stop["text"]))
+        if stop["section"] == "gradients":
+            check_gradients(page)
         panel.locator(".primary").click()  # Next, Next lesson, and Close at the end
     expect(panel).to_be_hidden()
     expect(page.get_by_role("link", name=lesson["title"])).to_be_focused()

@@ -244,6 +244,20 @@ def read_weights(page: Page) -> dict[str, list[float]]:
     return {name: [read(text) for text in cells[:-1]] for name, *cells in rows}
 
 
+def read_gradients(page: Page) -> dict[str, list[float]]:
+    """Returns gradient, finite difference and their difference by the name of the entry."""
+    from playwright.sync_api import expect
+
+    section = page.locator("#gradients")
+    expect(section).not_to_have_attribute("aria-busy", "true")
+    if not section.locator("details[open]").count():
+        section.get_by_text("Gradients as a table").click()
+    rows: list[list[str]] = section.locator("tbody").evaluate(
+        "body => [...body.rows].map((row) => [...row.cells].map((cell) => cell.innerText))"
+    )
+    return {name: [float(n.replace("\u2212", "-")) for n in cells] for name, *cells in rows}
+
+
 def record_slices(page: Page) -> None:
     """Keeps the bytes of each part that the page reads of a file in `window.slices`.
 

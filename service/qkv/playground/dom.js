@@ -55,7 +55,7 @@ export function formatNumber(value, digits = 4) {
   const size = Math.abs(value);
   if (size >= 10 ** digits && size < 1e6) return String(Math.round(value)).replace("-", "−");
   const text = size < 1e-3 || size >= 1e6 ? value.toExponential(2) : value.toPrecision(digits);
-  return (text.includes("e") ? text : String(Number(text))).replace("-", "−");
+  return (text.includes("e") ? text : String(Number(text))).replaceAll("-", "−");
 }
 
 /** Formats a number with fixed decimals, for columns. */

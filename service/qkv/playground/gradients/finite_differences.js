@@ -3,15 +3,9 @@
 // The service runs the variant once for each x + h and x - h: they are the items of one batch.
 
 import { post } from "../api.js";
-import {
-  countElements,
-  fromNumbers,
-  fromWire,
-  isObject,
-  toNumbers,
-  toWire,
-} from "../data/tensors.js";
+import { countElements, fromNumbers, fromWire, toNumbers } from "../data/tensors.js";
 import { readItem } from "./gradient_tensors.js";
+import { isWhole, widenBody } from "./wide_body.js";
 
 /** h, for numbers of size 1: near the cube root of eps, where rounding and curvature are equal. */
 export const STEP = 2 ** -17;
@@ -85,35 +79,16 @@ function chooseEntries(gradients, count) {
 
 /** Builds the request for a batch of copies of one item, with the numbers of some inputs replaced. */
 function buildBody({ body, inputs }, items, replaced, count) {
-  const encode = ([name, { shape, numbers, isShared }]) => {
+  const copy = ([name, { shape, numbers, isShared }]) => {
     const all = isShared ? numbers : (replaced[name] ?? repeat(numbers, count));
+    const batch = isShared ? shape : [count, ...shape];
     const { dtype, literal } = inputs[name];
-    const isWhole = dtype === "int64" || dtype === "bool" || name === "key_lengths";
-    const wide = fromNumbers(
-      all,
-      isShared ? shape : [count, ...shape],
-      isWhole ? dtype : "float64",
-    );
-    return [name, toWire({ ...wide, literal: isWhole && literal })];
+    return isWhole(name, inputs[name])
+      ? [name, { ...fromNumbers(all, batch, dtype), literal }]
+      : [name, fromNumbers(all, batch, "float64")];
   };
-  return {
-    ...body,
-    inputs: Object.fromEntries(Object.entries(items).map(encode)),
-    ...(body.layer && { layer: widenLayer(body.layer) }),
-    dtype: "float64",
-    encoding: "base64",
-    outputs: ["output"],
-  };
-}
-
-/** Returns a layer whose tensors are float64, as the inputs are. */
-function widenLayer(layer) {
-  const widen = ([name, tensor]) => {
-    if (!isObject(tensor)) return [name, tensor]; // lists have the dtype of the request
-    const known = fromWire(tensor);
-    return [name, toWire(fromNumbers(toNumbers(known), known.shape, "float64"))];
-  };
-  return { ...layer, tensors: Object.fromEntries(Object.entries(layer.tensors).map(widen)) };
+  const copies = Object.fromEntries(Object.entries(items).map(copy));
+  return { ...widenBody(body, copies), encoding: "base64", outputs: ["output"] };
 }
 
 /** Returns numbers several times over. */

@@ -43,7 +43,7 @@ export function hasBatch(request) {
  * @param {Object} request from `buildRequest`
  * @param {Object} place of the entry, from `locateEntry`
  * @returns {Array<Object>}
- *   name; letters: of its axes; dtype
+ *   name; letters: of its axes
  *   rows, cols: of the matrix of the entry's head; start: its first index in the item
  *   offset: first index of the item in the tensor
  */

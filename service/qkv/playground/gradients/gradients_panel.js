@@ -145,8 +145,7 @@ function describeCheck(view, tensors) {
   const rest = entries.length - checked.length;
   const part = rest ? ` The ${checked.length} largest of ${entries.length} were compared.` : "";
   return [
-    `Between a gradient in ${tensors[0].dtype} and its finite difference in float64, the largest ` +
-      "difference is ",
+    "Between a gradient and its finite difference, both in float64, the largest difference is ",
     h("strong", {}, formatNumber(worst.gap, 2)),
     ` (${worst.name}).${part}`,
   ];

@@ -5,6 +5,7 @@ import { isOfModel } from "../data/request_body.js";
 import { countElements, fromNumbers, fromWire, toNumbers } from "../data/tensors.js";
 import { encodeInputs } from "../inputs/request_inputs.js";
 import { listTensors } from "./gradient_tensors.js";
+import { widenBody } from "./wide_body.js";
 
 const MAX_INPUT_NUMBERS = 2 ** 16;
 const MAX_LAYER_NUMBERS = 2 ** 20; // the response has the gradients of the layer too
@@ -32,16 +33,22 @@ export function reasonWithoutDifferences({ request: { body } }) {
   return null;
 }
 
-/** Builds the request for the gradients of the entry at a place. */
+/**
+ * Builds the request for the gradients of the entry at a place, in float64: where a gradient is the
+ * difference of large terms, narrower ones are all rounding.
+ */
 export function buildGradientsRequest({ request, output }, place) {
+  const { body, inputs, variant } = request;
   const { dtype, shape, literal } = output.tensor;
   const numbers = new Float64Array(countElements(shape));
   numbers[place.at] = 1;
-  const entry = { ...fromNumbers(numbers, shape, dtype), literal };
-  const grad = encodeInputs({ grad_output: entry }, request.body.layer);
+  const entry = { grad_output: { ...fromNumbers(numbers, shape, dtype), literal } };
+  const ownInputs = { ...body.inputs, ...encodeInputs(entry, body.layer) };
   return {
-    path: `/v1/gradients/${request.variant.variant}`,
-    body: { ...request.body, inputs: { ...request.body.inputs, ...grad } },
+    path: `/v1/gradients/${variant.variant}`,
+    body: isOfModel(body.layer)
+      ? { ...body, inputs: ownInputs }
+      : widenBody(body, { ...inputs, ...entry }),
   };
 }
 
@@ -49,17 +56,16 @@ export function buildGradientsRequest({ request, output }, place) {
  * Sends the request.
  *
  * @returns {Promise<{tensors: Array<Object>, timing: Object, elapsedMs: number}>} `tensors`: as from
- *   `listTensors`, each with the gradients of its matrix, their dtype, and NaN as `quotients`
+ *   `listTensors`, each with the gradients of its matrix, and NaN as `quotients`
  */
-export async function fetchGradients({ request, output }, place, { path, body }, signal) {
-  const dtype = output.tensor.literal ? (body.dtype ?? "float32") : output.tensor.dtype;
+export async function fetchGradients({ request }, place, { path, body }, signal) {
   const { result, elapsedMs } = await post(path, body, signal);
   const tensors = listTensors(request, place).map((tensor) => {
     const all = toNumbers(fromWire(result.gradients[tensor.name]));
     const start = tensor.offset + tensor.start;
     const gradients = all.slice(start, start + tensor.rows * tensor.cols);
     const quotients = gradients.map(() => NaN); // until they are computed
-    return { ...tensor, dtype, gradients, quotients };
+    return { ...tensor, gradients, quotients };
   });
   return { tensors, timing: result.timing, elapsedMs };
 }
