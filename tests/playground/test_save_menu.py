@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+import re
 import struct
 from pathlib import Path
 from typing import Any, Final
@@ -120,13 +122,34 @@ def test_saved_numbers_are_those_of_the_page(open_page: Open, server: Server) ->
 def test_saved_csv_can_be_brought_again(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
-    page.get_by_label("Token labels").fill('["New York", "a \\"b\\"", "c, d", "e", "f", "g"]')
+    labels = ["New York", 'a "b"', "c, d", "e;f", "=g", "\t@h"]
+    page.get_by_label("Token labels").fill(json.dumps(labels))
     path = save(page, "the output", "CSV")
     page.get_by_label("Upload").set_input_files(str(path))
     expect(page.get_by_label("Example")).to_have_value("")
     wait_until_drawn(opened)
-    assert list(read_weights(page)) == ["New York", 'a "b"', "c, d", "e", "f", "g"]
+    assert json.loads(page.get_by_label("Token labels").input_value()) == labels
     expect(page.locator("#tensors .shape")).to_have_text("6 × 3")
+
+
+def test_texts_of_saved_and_copied_tables_are_no_formulas(open_page: Open, server: Server) -> None:
+    labels = ['=HYPERLINK("http://x", 1)', "+1+1", "-1+1", "@SUM(1)", "\t=1", "-0.5"]
+    page = wait_until_drawn(open_page(server.url))
+    page.get_by_label("Token labels").fill(json.dumps(labels))
+    page.get_by_label("softmax minus", exact=True).select_option("taylor")
+    page.wait_for_load_state("networkidle")
+    path = save(page, "the difference", "CSV")
+    guarded = [*(f"'{label}" for label in labels[:-1]), "-0.5"]  # a number needs no guard
+    assert read_csv(path)[0][1:] == guarded
+    assert [name for name, *_ in read_csv(path)[1:]] == guarded
+    assert numbers_of(path).min() < 0  # numbers stay numbers
+    page.get_by_role("button", name="Save the difference").click()
+    page.get_by_role("button", name="Copy table").click()
+    expect(page.locator("#announcements")).to_have_text("Copied")
+    names = [line.split("\t")[0] for line in clipboard(page, "text/plain").splitlines()]
+    assert names[1:] == [name.replace("\t", " ") for name in guarded]
+    cells = re.findall("<t[dh]>([^<]*)", clipboard(page, "text/html"))
+    assert not [cell for cell in cells if re.match("[=+@\t]|-[^0-9]|-1[+]", cell)]
 
 
 def test_metrics_are_saved_as_shown_and_in_full(open_page: Open, server: Server) -> None:

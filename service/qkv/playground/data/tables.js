@@ -5,6 +5,15 @@ const SPECIAL = { nan: "NaN", inf: "Infinity", "-inf": "-Infinity" };
 
 const LISTS = /^\s*(?:[\w.]+\s*=\s*)?(?:[\w.]+\()?[[{(](?![A-Za-z]+\])/;
 
+const QUOTED = /"(?:[^"]|"")*"/g;
+
+/**
+ * Returns a text as a cell that a spreadsheet does not run as a formula: behind an apostrophe, if it
+ * begins as a formula does and is no number. `parseTable` takes the apostrophe away.
+ */
+export const guardText = (text) =>
+  /^[=+\-@\t\r]/.test(text) && !NUMBER.test(text) ? `'${text}` : text;
+
 /** True if a text is several cells with numbers, not a list or an object; [CLS] is a word. */
 export const isTable = (text) => /\d/.test(text) && /\S[\t;,\s]+\S/.test(text) && !LISTS.test(text);
 
@@ -19,7 +28,8 @@ export const isTable = (text) => /\d/.test(text) && /\S[\t;,\s]+\S/.test(text) &
  * @throws {Error} a message for the user
  */
 export function parseTable(text) {
-  const separator = ["\t", ";", ","].find((one) => text.includes(one)) ?? " ";
+  const bare = text.replaceAll(QUOTED, "");
+  const separator = ["\t", ";", ","].find((one) => bare.includes(one)) ?? " ";
   const lines = text.split(/\r?\n/).filter((line) => line.trim());
   const cells = lines.map((line) => splitLine(line, separator));
   const hasDecimalCommas = separator === "\t" || separator === ";";
@@ -56,11 +66,13 @@ function splitLine(line, separator) {
   const pattern = new RegExp(`(?:"((?:[^"]|"")*)"|([^${separator}]*))(${separator}|$)`, "g");
   for (const [whole, quoted, plain, end] of line.matchAll(pattern)) {
     if (!whole && cells.length && !line.endsWith(separator)) break;
-    cells.push((quoted?.replaceAll('""', '"') ?? plain).trim());
+    cells.push(unguard((quoted?.replaceAll('""', '"') ?? plain).trim()));
     if (!end) break;
   }
   return cells;
 }
+
+const unguard = (cell) => (guardText(cell.slice(1)) === cell ? cell.slice(1) : cell);
 
 /** Returns the number of a cell, or its word in JSON; null if it is neither. */
 export function parseCell(cell) {

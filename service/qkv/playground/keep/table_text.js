@@ -1,5 +1,7 @@
-// Writes a table as a text: CSV with every digit, and rounded cells for the clipboard.
+// Writes a table as a text: CSV with every digit, and rounded cells for the clipboard. A spreadsheet
+// runs no text of it as a formula.
 
+import { guardText } from "../data/tables.js";
 import { h } from "../dom.js";
 
 const COPIED_DIGITS = 6; // significant digits; more are of no use in a document
@@ -10,7 +12,7 @@ const COPIED_DIGITS = 6; // significant digits; more are of no use in a document
  * @param {{headings: string[], rows: Array<Array<string|number|null>>}} table
  */
 export function toCsv({ headings, rows }) {
-  const quote = (text) => (/[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+  const quote = (text) => (/[",;\t\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
   const toLine = (cells) => `${cells.map((cell) => quote(toText(cell))).join(",")}\n`;
   return [headings, ...rows].map(toLine).join("");
 }
@@ -18,12 +20,13 @@ export function toCsv({ headings, rows }) {
 /** Copies a table, for spreadsheets and for documents; returns false if the browser refuses. */
 export async function copyTable({ headings, rows }) {
   const short = rows.map((cells) => cells.map((cell) => toText(round(cell))));
-  const lines = [headings, ...short].map((cells) =>
+  const names = headings.map(toText);
+  const lines = [names, ...short].map((cells) =>
     cells.map((text) => text.replace(/\s+/g, " ")).join("\t"),
   );
   const createLine = (tag, cells) => h("tr", {}, ...cells.map((text) => h(tag, {}, text)));
   const body = short.map((cells) => createLine("td", cells));
-  const html = h("table", {}, createLine("th", headings), ...body).outerHTML;
+  const html = h("table", {}, createLine("th", names), ...body).outerHTML;
   const toBlob = (text, type) => new Blob([text], { type });
   try {
     const item = new ClipboardItem({
@@ -40,4 +43,7 @@ export async function copyTable({ headings, rows }) {
 const round = (cell) => (Number.isFinite(cell) ? Number(cell.toPrecision(COPIED_DIGITS)) : cell);
 
 /** Returns the text of a cell; infinity is a word that Python reads. */
-const toText = (cell) => String(cell ?? "").replace(/^(-?)Infinity$/, "$1inf");
+const toText = (cell) =>
+  typeof cell === "string"
+    ? guardText(cell)
+    : String(cell ?? "").replace(/^(-?)Infinity$/, "$1inf");
