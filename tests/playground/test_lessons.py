@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from support.accessibility import overflow, problems
 from support.browser import Open, read_gradients, wait_until_drawn
@@ -45,6 +45,7 @@ def check_gradients(page: Page) -> None:
     for name in ("query", "key", "value"):
         shown = np.array([row for entry, row in rows.items() if entry.startswith(f"{name},")])
         assert shown[:, 2].max() < 1e-4 * np.abs(shown[:, 0]).max(), (page.url, name, shown)
+        np.testing.assert_array_equal(shown[:, 0] == 0, shown[:, 1] == 0)  # a blank cell is 0
 
 
 def test_each_stop_shows_its_section_and_every_number_of_its_text(
@@ -65,7 +66,10 @@ def test_each_stop_shows_its_section_and_every_number_of_its_text(
         expect(page.locator(f"section:has(#{stop['section']}-title)")).to_be_in_viewport()
         expect(page.locator("#gradients[aria-busy]")).to_have_count(0)
         if "look" in stop:
-            expect(page.locator(".looked-at")).to_be_in_viewport()
+            elements = page.locator(".looked-at")
+            expect(elements).to_have_count(1 + stop["look"].count(","))
+            for element in elements.all():
+                expect(element).to_be_in_viewport()
         page.wait_for_function(SHOWS, arg=numbers_of(stop["text"]))
         if stop["section"] == "gradients":
             check_gradients(page)
@@ -110,6 +114,22 @@ def test_lesson_is_followed_by_keys_links_and_history(open_page: Open, server: S
     page.get_by_role("button", name="Close the lesson").click()
     expect(panel).to_be_hidden()
     expect(page.locator(".looked-at")).to_have_count(0)
+
+
+def test_sweep_of_a_stop_waits_for_the_comparison(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url, path="/#lesson=linear&stop=3")
+    page = wait_until_drawn(opened)
+    held: list[Route] = []
+    page.route("**/v1/compare", lambda route: held.append(route))
+    page.locator("#lesson").get_by_role("button", name="Back").click()
+    expect(page.locator("#lesson header .hint")).to_have_text("2 of 6")
+    wait_until_drawn(opened)
+    expect(page.locator("#comparison [role=status]")).to_have_text("Comparing…")
+    expect(page.locator("#sweep-repeats")).to_have_value("9")
+    assert "/v1/sweep" not in opened.requests
+    with page.expect_request("**/v1/sweep"):
+        held[0].continue_()
+    expect(page.locator("#sweep progress")).to_be_hidden()
 
 
 def test_lesson_leaves_the_map_free_in_each_width(open_page: Open, server: Server) -> None:

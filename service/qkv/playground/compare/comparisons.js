@@ -31,16 +31,16 @@ export function createComparisons(state, { onCall, onPoint, onChange, onRequest,
     announce,
     onRequest: (body) => onRequest("sweep", { path: "/v1/sweep", body }),
   });
+  let compared = null; // a promise of the last comparison
   return {
     /** Shows the variants of the catalogue. */
     start: () => sweep.update(),
     /** Compares the run of a view with other variants. */
     update: (view) => {
-      difference.update(view);
-      metrics.update(view.request);
+      compared = Promise.all([difference.update(view), metrics.update(view.request)]);
     },
-    /** Starts a sweep with these settings; null stops it. */
-    measure: sweep.measure,
+    /** Starts a sweep with these settings, behind the page's own requests; null stops it. */
+    measure: (settings) => sweep.measure(settings, compared),
     /** Draws the difference for another head or other labels. */
     draw: () => difference.draw(),
     repaint: () => difference.map.repaint(),

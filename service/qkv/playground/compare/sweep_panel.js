@@ -90,6 +90,7 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
   );
   const selected = new Set(DEFAULT_VARIANTS);
   let running = null;
+  let next = null; // settings of the sweep that waits for other requests
   let sweep = null;
   let knownNames = "";
 
@@ -156,16 +157,19 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
      *
      * @param {Object|null} settings variants: their names; and values of controls, by name: longest,
      *   mode, heads, width, repeats
+     * @param {Promise|null} quiet settled when no other request can change the times
      */
-    measure: (settings) => {
+    measure: async (settings, quiet) => {
       running?.abort();
+      next = settings;
       if (!settings) return;
       const { variants, ...values } = settings;
       selected.clear();
       for (const name of variants) selected.add(name);
       for (const box of boxes.querySelectorAll("input")) box.checked = selected.has(box.name);
       for (const [name, value] of Object.entries(values)) findById(`sweep-${name}`).value = value;
-      run();
+      await quiet;
+      if (next === settings) run();
     },
     update: () => {
       const names = [...state.variants.values()]

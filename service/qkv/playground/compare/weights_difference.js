@@ -131,7 +131,7 @@ export function createDifferencePanel(root, state, callbacks) {
         about.textContent = "The layer is sent again for the variant that you choose.";
         return;
       }
-      run();
+      return run();
     },
   };
 }

@@ -38,7 +38,7 @@ export const EXAMPLES = [
     id: "words",
     title: "Six words",
     about:
-      "“Your journey starts with one step”: each word is a vector of three numbers, used as query, key and value. Words with similar vectors attend to each other.",
+      "“Your journey starts with one step”: each word is a vector of three numbers, used as query, key and value. A word attends most to words whose vectors are long and point the same way.",
     create: () => ({
       tensors: [createWords("query, key, value")],
       labels: WORD_LABELS,
@@ -63,7 +63,7 @@ export const EXAMPLES = [
     id: "induction",
     title: "Induction",
     about:
-      "Four heads over a sentence with repeated words. They attend to the word after the last occurrence, the previous word, the same word and the first word.",
+      "Four heads over a sentence with repeated words. They attend to the words that followed the same word before, the previous word, the same word and the first word.",
     create: createInduction,
   },
   {

@@ -11,13 +11,13 @@ export const causal = {
       state: { ...CAUSAL, "parameters.scale": 1, row: 1 },
       section: "weights",
       look: "#map .surface",
-      text: "A model that writes must not see the words that are still to come, so a causal mask hides them, and the map is empty above its diagonal. The first word can only take from itself; the second, “journey”, takes 0.6320 from itself and 0.3680 from “Your”.",
+      text: "A model that writes must not see the words that are still to come, so a causal mask hides them, and the map is hatched above its diagonal. The first word can only take from itself; the second, “journey”, takes 0.6320 from itself and 0.3680 from “Your”.",
     },
     {
       state: { ...CAUSAL, "parameters.scale": 1, row: 5 },
       section: "weights",
       look: "#row table",
-      text: "The scores are hidden before they become weights, so the words that a row may see always share 100 %. “step” is the last word and sees all six: switch causal off, and its row stays as it is, with 0.2184 for “journey” and 0.0988 for “one”.",
+      text: "The scores are hidden before they become weights, so the weights of the words that a row may see always add up to 1. “step” is the last word and sees all six: switch causal off, and its row stays as it is, with 0.2184 for “journey” and 0.0988 for “one”.",
     },
     {
       state: { example: "words", variant: "mean", row: 3 },
@@ -29,7 +29,7 @@ export const causal = {
       state: { ...CAUSAL, "parameters.scale": 0, difference: "mean", row: 3 },
       section: "compare",
       look: "#difference .beside",
-      text: "Softmax with a scale of 0 does exactly this, because all scores become equal, and equal scores give equal weights. The map of the difference between the two is empty, and the total variation of each row, the part of its weight that differs, is 0.000.",
+      text: "Softmax with a scale of 0 does exactly this, because all scores become equal, and equal scores give equal weights. The map of the difference between the two is blank wherever it is not hatched, and the total variation of each row, the part of its weight that differs, is 0.000.",
     },
     {
       state: { ...CAUSAL, "parameters.scale": 1, difference: "mean", row: 3 },

@@ -13,7 +13,7 @@ const FORGETTING = [
   { name: "words", role: "query, key, value", tensor: WORDS },
   { name: "log_decay", role: "log_decay", tensor: WORDS.map(() => HALF) },
 ];
-const SIZES = { mode: "decode", longest: 2048, heads: 1, width: 64, repeats: 3 };
+const SIZES = { mode: "decode", heads: 1, width: 64, repeats: 9 };
 
 export const decoding = {
   id: "decoding",
@@ -30,7 +30,7 @@ export const decoding = {
       state: { example: "words", "parameters.causal": true, "parameters.scale": 1 },
       section: "length",
       look: "#sweep details",
-      measure: { variants: ["softmax"], ...SIZES },
+      measure: { variants: ["softmax"], longest: 2048, ...SIZES },
       text: "For its new row, softmax needs the keys and values of all words before, and models keep them in a cache, which saves computing everything again. The cache grows with the text, as the table says: 33,280 bytes after 64 words, 1,049,088 bytes after 2,048, for a single head.",
     },
     {
@@ -40,11 +40,16 @@ export const decoding = {
       text: "A running average needs no cache: keep the sum of all words and their number, add the next word, and divide. For “step” that is a sixth of each, 0.1667, and what is kept, the state, has the same size after any number of words.",
     },
     {
-      state: { example: "words", variant: "linear", "parameters.causal": true },
+      state: {
+        example: "words",
+        variant: "linear",
+        "parameters.causal": true,
+        "parameters.state": '"compact"',
+      },
       section: "length",
-      look: "#sweep details",
-      measure: { variants: ["softmax", "linear"], ...SIZES },
-      text: "Linear attention has such a state as well: the table of keys times values, to which each word adds its own. After 64 words it keeps 65,608 bytes, after 2,048 words the same, and the time for the next word does not grow with the text either.",
+      look: "#sweep .chart, #sweep details",
+      measure: { variants: ["softmax", "linear"], longest: 4096, ...SIZES },
+      text: "Linear attention has such a state as well, the table of keys times values, to which each word adds its own: 33,344 bytes after any number of words, while the cache has 33,280 after 64 and 2,097,664 after 4,096. Its line in the chart is as flat; that of the cache begins lower, because a call with a state has more to do, but climbs, so the state is faster only in very long texts.",
     },
     {
       state: {
@@ -57,7 +62,7 @@ export const decoding = {
       },
       section: "weights",
       look: "#row table",
-      text: "A state of fixed size cannot hold every word well, so newer models let it fade: here each new word first halves all that the state holds. “step” has 0.9450 for itself and 0.0197 for “Your”, five words back: recent words are clear, and old ones are nearly forgotten.",
+      text: "A state of fixed size cannot hold every word well, so newer models let it fade: here each new word first halves all that the state holds. These weights are not divided by their sum and need not add up to 1: “step” has 0.9450 for itself and only 0.0197 for “Your”, which is five words back and nearly forgotten.",
     },
   ],
 };

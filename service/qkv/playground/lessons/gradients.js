@@ -11,13 +11,13 @@ export const gradients = {
       state: { ...JOURNEY },
       section: "gradients",
       look: ".gradient-entry",
-      text: "Take one number of the output, the one of “journey” in channel 0, which is 0.4419, and ask how much it changes if you change a number of the input a little: that is the gradient. For the values it is the row of weights, because the output is their average: 0.2379 for its own value and 0.1082 for that of “one”.",
+      text: "Take one number of the output, the one of “journey” in channel 0, which is 0.4419, and change one number of the queries, keys or values a little: the gradient is the change of the output divided by that change. For the values it is the row of weights, because the output is their weighted average: 0.2379 for its own value and 0.1082 for that of “one”.",
     },
     {
       state: { ...JOURNEY },
       section: "gradients",
       look: ".gradient-maps",
-      text: "A gradient can be checked without any calculus: make one number of the input a little larger, then a little smaller, and see how far the output moves. The service has done this for every number, and the maps of these finite differences look the same as those of the gradients, apart from rounding.",
+      text: "A gradient can be checked without any calculus: the service has made each number a little larger, then a little smaller, and the maps of these finite differences look the same as those of the gradients. Each word is query, key and value at once here, but only one of the three changes at a time, so the gradient by a word is the sum of its three rows.",
     },
     {
       state: { ...JOURNEY },
@@ -32,10 +32,10 @@ export const gradients = {
       text: "With a causal mask, “journey” sees only “Your” and itself, and the gradients of the four later words are exactly 0. What a word cannot see cannot move it, so in training each word learns from its past alone, and all words of a text can be trained at once.",
     },
     {
-      state: { ...JOURNEY, "parameters.scale": 400, entry: "0,0", row: 0 },
+      state: { ...JOURNEY, "parameters.causal": true, "parameters.scale": 30 },
       section: "gradients",
       look: ".gradient-maps",
-      text: "With a scale of 400, “Your” chooses itself with a weight of 1.0000, and the gradients of queries and keys are below a millionth, so training could hardly change the choice any more. This is why models keep the scores small: they divide them by the square root of the number of channels.",
+      text: "With a scale of 30, “journey” chooses itself with a weight of 1.0000, and the gradients of queries and keys are below a millionth, so training could hardly change the choice any more. This is why models keep the scores small: they divide them by the square root of the number of channels.",
     },
   ],
 };

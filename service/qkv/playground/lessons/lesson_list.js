@@ -3,7 +3,7 @@
 // A lesson has an id, a title, its purpose in one line, and stops. A stop is a state of the page:
 //   state: the fields of the state, as in the fragment of an address
 //   section: name of the section to show, which is the id of its heading without -title
-//   look: selector of the element that the text is about, or absent
+//   look: selector of the elements that the text is about, or absent
 //   measure: the settings of a sweep that the stop starts, or absent
 //   text: two sentences, whose numbers are those that the page shows
 

@@ -169,10 +169,10 @@ function createKeeper() {
 function bringIntoView({ section, look }) {
   const behavior = "instant"; // the second call would stop a smooth first one
   findById(`${section}-title`).closest("section").scrollIntoView({ behavior });
-  const element = look && document.querySelector(look);
-  if (!element) return; // it is on its way
-  element.classList.add(MARK);
-  const closed = element.closest("details:not([open])");
-  if (closed) closed.open = true;
-  element.scrollIntoView({ block: "nearest", behavior });
+  for (const element of look ? document.querySelectorAll(look) : []) {
+    element.classList.add(MARK); // those that are on their way are marked when they come
+    const closed = element.closest("details:not([open])");
+    if (closed) closed.open = true;
+    element.scrollIntoView({ block: "nearest", behavior });
+  }
 }
