@@ -38,7 +38,7 @@ export const EXAMPLES = [
     id: "words",
     title: "Six words",
     about:
-      "“Your journey starts with one step”: each word is a vector of three numbers, used as query, key and value. A word attends most to words whose vectors are long and point the same way.",
+      "“Your journey starts with one step”: each word is a vector, used as query, key and value. It attends most to long vectors that point the same way.",
     create: () => ({
       tensors: [createWords("query, key, value")],
       labels: WORD_LABELS,
