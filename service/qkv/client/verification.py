@@ -113,7 +113,7 @@ def build_judge(drawn: DrawnCase, results: Any) -> RequestSpec[Verdict]:
     for name, result in named.items():
         if not is_array(result):
             raise InvalidContent(f"{name} is no array: got {result!r:.60}, expected an array")
-    message = Message({"case": drawn.case}, {name: to_raw(x) for name, x in named.items()})
+    message = Message({"case": drawn.case}, {name: to_raw(x, name) for name, x in named.items()})
 
     def parse(response: httpx.Response) -> Verdict:
         return Verdict.from_json(response.json(), drawn.case)

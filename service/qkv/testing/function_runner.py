@@ -151,7 +151,7 @@ def _to_torch(returned: Any) -> Tensor:
         return returned
     if not hasattr(returned, "__array__") and not hasattr(returned, "__dlpack__"):
         raise TypeError(f"the function returns {type(returned).__name__}, expected an array")
-    raw = to_raw(returned)
+    raw = to_raw(returned, "the output")
     if raw.dtype == "bfloat16":
         bits = np.frombuffer(raw.data, np.int16).reshape(raw.shape).copy()
         return torch.from_numpy(bits).view(torch.bfloat16)
