@@ -82,15 +82,15 @@ def test_negative_views_and_unmasked_arrays_have_their_numbers(client: Client) -
         inputs = numbers(dtype)
         tensors = torches(inputs)
         expected = client.attend("softmax", **tensors).output
-        negative = {n: torch._neg_view(-x) for n, x in tensors.items()}
+        negative: dict[str, Any] = {n: torch._neg_view(-x) for n, x in tensors.items()}
         assert all(x.is_neg() for x in negative.values())
         assert torch.equal(client.attend("softmax", **negative).output, expected)
-        imaginary = {n: torch.complex(x.double(), -x.double()).conj().imag
+        imaginary: dict[str, Any] = {n: torch.complex(x.double(), -x.double()).conj().imag
                      for n, x in tensors.items()}  # fmt: skip
         if dtype == "float64":
             assert torch.equal(client.attend("softmax", **imaginary).output, expected)
-        rows = {"query": [negative["query"][0, 0, 0]] * 2}
-        plain = {"query": [tensors["query"][0, 0, 0]] * 2}
+        rows: dict[str, Any] = {"query": [negative["query"][0, 0, 0]] * 2}
+        plain: dict[str, Any] = {"query": [tensors["query"][0, 0, 0]] * 2}
         rest = {n: x[0, 0] for n, x in tensors.items() if n != "query"}
         same = [client.attend("softmax", **rest, **each).output for each in (rows, plain)]
         assert torch.equal(*same)

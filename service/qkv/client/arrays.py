@@ -112,8 +112,9 @@ def _as_numpy(array: Any, name: str) -> np.ndarray:
             f"{', '.join(DTYPES)}"
         ) from error
     if np.ma.is_masked(found):
+        masked = int(np.ma.getmaskarray(found).sum())
         raise InvalidContent(
-            f"{name} is a masked array: got {np.ma.count_masked(found)} masked numbers, expected "
+            f"{name} is a masked array: got {masked} masked numbers, expected "
             "an array without; the input mask says which keys a query may attend to"
         )
     return np.asarray(found)
