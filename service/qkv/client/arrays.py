@@ -114,8 +114,7 @@ def _as_numpy(array: Any, name: str) -> np.ndarray:
     if np.ma.is_masked(found):
         masked = int(np.ma.getmaskarray(found).sum())
         raise InvalidContent(
-            f"{name} is a masked array: got {masked} masked numbers, expected "
-            "an array without; the input mask says which keys a query may attend to"
+            f"{name} is a masked array: got {masked} masked numbers, expected none"
         )
     return np.asarray(found)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote
 
@@ -146,7 +145,8 @@ def build_inputs_message(
         fields["layer"] = {"name": layer}
     elif layer is not None:
         fields["layer"] = layer  # the service rejects it
-    message = Message(fields, {n: to_raw(array, n) for n, array in arrays.items()}, layer_tensors)
+    tensors = {n: to_raw(array, n) for n, array in arrays.items()}
+    message = Message(to_json_fields(fields), tensors, layer_tensors)
     return message, from_raw_like(next(iter(arrays.values())))
 
 
@@ -227,7 +227,7 @@ def build_choice(variant: Choice, parameters: Mapping[str, Any]) -> dict[str, An
     if isinstance(variant, str):
         return {"variant": variant, "parameters": dict(parameters)}
     given = _drop_unset(**variant.get("parameters", {}))
-    return {**variant, "parameters": {**parameters, **given}}
+    return to_json_fields({**variant, "parameters": {**parameters, **given}})
 
 
 def build_convert(
@@ -235,7 +235,7 @@ def build_convert(
 ) -> RequestSpec[Converted]:
     """Builds the request that converts weights; the arguments are those of `Client.convert`."""
     fields = {"from": source, "to": target} | _drop_unset(**options)
-    message = Message(fields, select(tensors, options.get("prefix")))
+    message = Message(to_json_fields(fields), select(tensors, options.get("prefix")))
     from_raw = from_raw_like(tensors[next(iter(message.tensors))] if message.tensors else None)
 
     def parse(response: httpx.Response) -> Converted:
@@ -304,7 +304,6 @@ def build_post(
 ) -> RequestSpec[_T]:
     """Builds the request that posts a message; `parse` reads its response."""
     headers = {"Content-Type": codec.MEDIA_TYPE, "Accept": accept}
-    message = replace(message, fields=to_json_fields(message.fields))
     return RequestSpec("POST", path, parse, list(codec.encode(message, group)), headers)
 
 

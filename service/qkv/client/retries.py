@@ -28,7 +28,7 @@ __all__ = [
 _T = TypeVar("_T")
 
 _MAX_DELAY_S: Final = 10.0
-# a run changes nothing in the service: after a broken connection it may be sent again
+# no request of the client changes anything in the service: it may be sent again
 CONNECTION_ERRORS: Final = (
     httpx.ConnectError,
     httpx.RemoteProtocolError,
