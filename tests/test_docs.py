@@ -301,6 +301,28 @@ def test_every_link_has_a_target_and_every_page_is_linked_from_the_readme(page: 
         assert f"]({page.relative_to(ROOT)})" in README
 
 
+def test_readme_has_its_two_commands_at_the_start() -> None:
+    """They are targets of the Makefile, which begins with them too."""
+    section = README.partition("\n## Two commands\n")[2].partition("\n## ")[0]
+    commands = fences(section)[0][1].splitlines()
+    assert commands == ["make serve", "make test"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert "`make serve` and `make test`" in makefile.splitlines()[0]
+    for command in commands:
+        assert re.search(rf"^{command.removeprefix('make ')}:", makefile, re.MULTILINE)
+
+
+def test_stated_cost_of_a_request_is_the_measured_one() -> None:
+    """Beside bare torch, at S, M and L, in the table of docs/performance.md."""
+    performance = (ROOT / "docs/performance.md").read_text()
+    (row,) = re.findall(r"^\| V2 binary \|([^|]*(?:\|[^|]*){5})\|$", performance, re.MULTILINE)
+    milliseconds, *ratios = (row.split("|")[n].split()[0] for n in (0, 1, 3, 5))
+    for page in ("README.md", "CONVENTIONS.md"):
+        text = (ROOT / page).read_text()
+        assert re.findall(r"([\d.]+) times", text) == ratios, page
+    assert f"which is {float(milliseconds):.1f} ms" in README
+
+
 def test_no_file_names_a_machine_or_a_registry() -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
 __all__ = [
+    "TYPE_PREFIX",
     "ClientDisconnected",
     "DeadlineExceeded",
     "Forbidden",
@@ -33,6 +34,9 @@ __all__ = [
     "stopping",
 ]
 
+
+TYPE_PREFIX: Final = "urn:qkv:problem:"
+"""The beginning of the type of every problem of qkv."""
 
 _REASON_PHRASES: Final = {
     413: "Content Too Large",  # Python 3.11 has the phrases of RFC 7231 for 413 and 422
@@ -89,7 +93,7 @@ class QkvError(Exception):
     def problem(self) -> dict[str, Any]:
         """Returns the problem document of RFC 9457, section 3."""
         document: dict[str, Any] = {
-            "type": f"urn:qkv:problem:{self.name}",
+            "type": f"{TYPE_PREFIX}{self.name}",
             "title": self.title,
             "status": self.status,
             "detail": _cut(self.detail),

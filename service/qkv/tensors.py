@@ -11,7 +11,7 @@ import numpy as np
 
 from qkv.errors import InvalidContent
 
-__all__ = ["DTYPES", "FLOATING", "RawTensor", "nbytes"]
+__all__ = ["DTYPES", "FLOATING", "RawTensor", "nbytes", "unsupported_dtype"]
 
 DTYPES: Final[dict[str, np.dtype]] = {
     "float64": np.dtype("<f8"),
@@ -31,6 +31,13 @@ FLOATING: Final = ("float64", "float32", "float16", "bfloat16")
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
     """Returns the bytes of a dense tensor. Python integers do not overflow, whatever the shape."""
     return DTYPES[dtype].itemsize * math.prod(shape)
+
+
+def unsupported_dtype(name: str, dtype: object) -> InvalidContent:
+    """Returns the error of a tensor with another dtype than those of `DTYPES`."""
+    return InvalidContent(
+        f"{name} has an unsupported dtype: got {dtype}, expected {', '.join(DTYPES)}"
+    )
 
 
 class RawTensor(NamedTuple):
@@ -55,19 +62,24 @@ class RawTensor(NamedTuple):
         return self.data.nbytes
 
     @classmethod
-    def from_numpy(cls, array: np.ndarray, *, is_untyped: bool = False) -> RawTensor:
+    def from_numpy(
+        cls, array: np.ndarray, name: str = "the tensor", *, is_untyped: bool = False
+    ) -> RawTensor:
         """Wraps an array of a supported dtype; copies it unless it is contiguous and little-endian.
+
+        Args:
+            array: of numpy.
+            name: its name in the error message.
+            is_untyped: as the attribute.
 
         Raises:
             InvalidContent: the dtype is not supported.
         """
-        name = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("<"))
-        if name is None:
-            raise InvalidContent(
-                f"dtype is not supported: got {array.dtype}, expected {', '.join(DTYPES)}"
-            )
-        dense = np.ascontiguousarray(array, DTYPES[name]).reshape(-1)
-        return cls(name, array.shape, dense.view(np.uint8).data, is_untyped)
+        dtype = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("<"))
+        if dtype is None:
+            raise unsupported_dtype(name, array.dtype)
+        dense = np.ascontiguousarray(array, DTYPES[dtype]).reshape(-1)
+        return cls(dtype, array.shape, dense.view(np.uint8).data, is_untyped)
 
     def numpy(self) -> np.ndarray:
         """Returns a view as an array, without a copy; read-only if the buffer is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final
 
 import numpy as np
@@ -69,6 +70,33 @@ def test_json(server: Server, rank: int, encoding: str) -> None:
         assert_near(outputs, inputs, rank)
         document["inputs"].pop("sinks")
         assert run_request(server, document)["weights_are"] == "stochastic"
+
+
+def test_infinite_sinks_in_every_form(server: Server) -> None:
+    """All mass goes to a sink of inf, none to one of -inf, whatever form the weights have."""
+    row, values = [0.0, 0.0], [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
+    inputs: dict[str, Any] = {
+        "query": [[[row] * 2] * 2],
+        "key": [[[row] * 3] * 2],
+        "value": [[values] * 2],
+    }
+    inputs["sinks"] = ["Infinity", "-Infinity"]
+    expected: dict[str, dict[str, Any]] = {
+        "full": {"weights": [[[[0, 0, 0]] * 2, [[1 / 3] * 3] * 2]]},
+        "none": {"output": [[[[0, 0]] * 2, [[2 / 3, 2 / 3]] * 2]]},
+        "stats": {
+            "entropy": [[[0, 0], [np.log(3)] * 2]], "largest": [[[0, 0], [1 / 3] * 2]],
+            "effective_keys": [[[0, 0], [3, 3]]], "received": [[[0, 0, 0], [2 / 3] * 3]],
+        },
+        '{"rows": [1]}': {"weights": [[[[0, 0, 0]], [[1 / 3] * 3]]]},
+        '{"top_k": 3}': {"weights": [[[[0, 0, 0]] * 2, [[1 / 3] * 3] * 2]]},
+        '{"pool": 1}': {"weights": [[[[0]], [[1]]]]},
+    }  # fmt: skip
+    for form, arrays in expected.items():
+        weights = json.loads(form) if form.startswith("{") else form
+        outputs = run_request(server, {"inputs": inputs, "weights": weights})["outputs"]
+        for name, array in arrays.items():
+            np.testing.assert_allclose(outputs[name], array, atol=1e-6, err_msg=f"{form} {name}")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 import signal
 import zipfile
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from support.commands import (
     error_of,
     normal,
     one_error,
+    read_tensors,
     run_with_rlimit,
     stdout_of,
     target_options,
@@ -43,8 +45,48 @@ def test_npz_with_an_unsupported_dtype_names_the_array(tmp_path: Path) -> None:
     line = error_of(
         tmp_path, "attend", "softmax", tmp_path / "in.npz", "-o", tmp_path / "out.npz", "--local"
     )
-    assert "key: dtype" in line
-    assert "in.npz" in line
+    assert "in.npz: key has an unsupported dtype: got void16, expected float64" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"hello text", "not an .npz file: got b'hello text', expected an archive that numpy"),
+        (pickle.dumps([1]), "not an .npz file: got b'"),
+        (b"", "not an .npz file: got b''"),
+        ({"query": np.array([[1, None]])}, "query has an unsupported dtype: got object, expected"),
+        ({"query": np.ones((2, 2), "i4")}, "query has an unsupported dtype: got int32, expected"),
+    ],
+)
+def test_file_that_is_no_npz_gives_no_advice_to_load_pickles(
+    tmp_path: Path, content: Any, expected: str
+) -> None:
+    source = tmp_path / "in.npz"
+    if isinstance(content, bytes):
+        source.write_bytes(content)
+    else:
+        np.savez(source, **content)
+    line = error_of(tmp_path, "attend", "softmax", source, "-o", tmp_path / "out.npz", "--local")
+    assert f"in.npz: {expected}" in line
+    assert "allow_pickle" not in line
+    assert "unsafe" not in line
+
+
+def test_parameter_has_one_value_and_may_be_written_as_in_python(
+    source: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out.npz"
+    words = ("attend", "softmax", source, "-o", target, "--local", "-p")
+    written = []
+    for value in ("causal=true", "causal=True", "causal=False", "window=None"):
+        stdout_of(*words, value)
+        written.append(read_tensors(target)["weights"].tobytes())
+    assert written[0] == written[1] != written[2] == written[3]
+    line = error_of(tmp_path, *words, "causal=true", "-p", "scale=2", "-p", "causal=false")
+    assert "-p causal is given twice: got true and false, expected one value" in line
+    line = error_of(tmp_path, "sweep", "linear", "--local", "-p", "scale=1", "-p", "scale=1")
+    assert "-p scale is given twice: got 1 and 1, expected one value" in line
+    assert "a number is too large: got 1e400, expected" in error_of(tmp_path, *words, "scale=1e400")
 
 
 @pytest.mark.slow
@@ -267,13 +309,21 @@ def test_missing_service_is_an_error_with_its_address(
     source: Path, tmp_path: Path, address: str
 ) -> None:
     words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--url", address)
-    assert f"no response from {address!r}: " in error_of(tmp_path, *words)
+    said = "no response from" if address == "http://nosuch.invalid" else "nothing was sent to"
+    assert f"{said} {address!r}: " in error_of(tmp_path, *words)
+
+
+def test_key_that_cannot_be_sent_is_no_missing_response(url: str, tmp_path: Path) -> None:
+    for key in ("secret key", "sécret", " "):
+        line = error_of(tmp_path, "variants", "--url", url, "--api-key", key)
+        assert f"nothing was sent to {url!r}: the API key is empty or has characters" in line
+        assert "cret" not in line
 
 
 def test_invalid_proxy_is_an_error(tmp_path: Path) -> None:
     for proxy in ("socks9://127.0.0.1", "http://[::"):
         line = error_of(tmp_path, "variants", "--url", "http://127.0.0.1", ALL_PROXY=proxy)
-        assert "no response" in line
+        assert "nothing was sent to 'http://127.0.0.1': " in line
 
 
 def test_usage_error_is_one_line(source: Path, tmp_path: Path) -> None:

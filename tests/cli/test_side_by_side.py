@@ -159,7 +159,9 @@ def test_missing_service_is_an_error_with_a_hint(
     line = error_of(tmp_path, *words_typed, "--url", "http://127.0.0.1:9")
     assert "no response from 'http://127.0.0.1:9': Connection refused" in line
     assert "`qkv serve`" in line
-    assert "no response from" in error_of(tmp_path, *words_typed, "--url", "nonsense")
+    assert "nothing was sent to 'nonsense': " in error_of(
+        tmp_path, *words_typed, "--url", "nonsense"
+    )
 
 
 @pytest.mark.parametrize("place", ["service", "local"])

@@ -77,6 +77,39 @@ def test_arrays_need_not_be_contiguous(client: Client, dtype: str) -> None:
             assert as_numpy(run.output).tobytes() == expected
 
 
+def test_negative_views_and_unmasked_arrays_have_their_numbers(client: Client) -> None:
+    for dtype in FLOATING:
+        inputs = numbers(dtype)
+        tensors = torches(inputs)
+        expected = client.attend("softmax", **tensors).output
+        negative: dict[str, Any] = {n: torch._neg_view(-x) for n, x in tensors.items()}
+        assert all(x.is_neg() for x in negative.values())
+        assert torch.equal(client.attend("softmax", **negative).output, expected)
+        imaginary: dict[str, Any] = {n: torch.complex(x.double(), -x.double()).conj().imag
+                     for n, x in tensors.items()}  # fmt: skip
+        if dtype == "float64":
+            assert torch.equal(client.attend("softmax", **imaginary).output, expected)
+        rows: dict[str, Any] = {"query": [negative["query"][0, 0, 0]] * 2}
+        plain: dict[str, Any] = {"query": [tensors["query"][0, 0, 0]] * 2}
+        rest = {n: x[0, 0] for n, x in tensors.items() if n != "query"}
+        same = [client.attend("softmax", **rest, **each).output for each in (rows, plain)]
+        assert torch.equal(*same)
+    arrays = numbers()
+    unmasked: dict[str, Any] = {n: np.ma.masked_array(x, mask=False) for n, x in arrays.items()}
+    run = client.attend("softmax", **unmasked)
+    assert type(run.output) is np.ndarray
+    assert run.output.tobytes() == client.attend("softmax", **arrays).output.tobytes()
+
+
+def test_fields_may_have_numbers_of_numpy(client: Client) -> None:
+    inputs = numbers()
+    plain = client.attend("softmax", **inputs, weights={"top_k": 2}).weights
+    odd = client.attend("softmax", **inputs, weights={"top_k": np.int64(2)}).weights
+    assert odd.tobytes() == plain.tobytes()
+    rows = client.attend("softmax", **inputs, weights={"rows": np.array([0, 2])}).weights
+    assert rows.shape == (2, 4, 2, 5)
+
+
 def test_read_only_and_big_endian_arrays(client: Client) -> None:
     dense = numbers()
     expected = client.attend("softmax", **dense).output.tobytes()

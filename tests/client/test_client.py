@@ -28,8 +28,12 @@ def test_outputs_and_weights_choose_the_returned_arrays(client: Client) -> None:
     assert list(client.attend("softmax", **inputs, weights="none").outputs) == ["output"]
     run = client.attend("softmax", **inputs, outputs=["scores"])
     assert list(run.outputs) == ["scores"]
-    with pytest.raises(KeyError, match="weights"):
-        _ = run.weights
+    for name in ("weights", "output"):
+        with pytest.raises(KeyError, match=f"{name} is not in the response: got scores, expected"):
+            getattr(run, name)
+    gradients = client.gradients("softmax", **inputs, grad_output=np.ones((2, 4, 3, 6), "f4"))
+    with pytest.raises(KeyError, match="no gradient of mask: got query, key, value"):
+        _ = gradients["mask"]
     assert client.attend("softmax", **inputs, scale=None, window=None).timing["flops"]
 
 

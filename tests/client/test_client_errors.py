@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -61,6 +62,81 @@ def test_rejected_request_raises_its_error(
     assert str(caught.value) == caught.value.detail
     assert caught.value.pointer == pointer
     assert caught.value.problem()["status"] == kind.status
+
+
+def masked(array: Any) -> Any:
+    return np.ma.masked_array(array, np.arange(array.size).reshape(array.shape) == 1)
+
+
+ONES = torch.ones(2, 2)
+WITHOUT_NUMBERS: dict[str, Callable[[], Any]] = {
+    "masked array: got 1 masked numbers": lambda: masked(np.ones((2, 2), "f4")),
+    "masked array: got 1 masked": lambda: [masked(np.ones(2)), [1.0, 2.0]],
+    "masked array: got 1": lambda: [[1.0, np.ma.masked], [1.0, 2.0]],
+    "float32, strided, on meta": lambda: ONES.to("meta"),
+    "a Tensor of float32, strided, on meta": lambda: [[0.0, 1.0], ONES[0].to("meta")],
+    "a Tensor of float32, sparse_coo, on cpu": ONES.to_sparse,
+    "a Tensor of bfloat16, sparse_coo, on cpu": lambda: ONES.bfloat16().to_sparse(),
+    "a Tensor of float32, sparse_csr, on cpu": ONES.to_sparse_csr,
+    "a Tensor of float8_e4m3fn, strided": lambda: ONES.to(torch.float8_e4m3fn),
+    "a Tensor of qint8, strided": lambda: torch.quantize_per_tensor(ONES, 0.1, 0, torch.qint8),
+    "a UninitializedParameter of float32": torch.nn.UninitializedParameter,
+    "unsupported dtype: got object": lambda: np.array([[1.0, None]]),
+    "unsupported dtype: got int32": lambda: np.ones((2, 2), "i4"),
+    "unsupported dtype: got complex64": lambda: ONES.to(torch.complex64).conj(),
+    "unsupported dtype: got float8_e4m3fn": lambda: np.ones(2, ml_dtypes.float8_e4m3fn),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("send", [send_sync, in_asyncio])
+@pytest.mark.parametrize("expected", WITHOUT_NUMBERS)
+def test_array_without_numbers_is_named(
+    server: Server, send: Callable[..., Any], expected: str
+) -> None:
+    odd, good = WITHOUT_NUMBERS[expected](), np.ones((2, 2), "f4")
+    inputs: dict[str, Any] = {"query": good, "key": odd, "value": good}
+    calls: list[tuple[str, Callable[[Any], Any]]] = [
+        ("key", lambda c: c.attend("softmax", **inputs)),
+        ("key", lambda c: c.compare(["linear"], **inputs)),
+        ("key", lambda c: c.gradients("softmax", **inputs, grad_output=good)),
+        ("grad_output", lambda c: c.gradients("softmax", query=good, key=good, value=good,
+                                              grad_output=odd)),
+        ("y", lambda c: c.detect({"W_query": good}, good, odd)),
+        ("state.sums", lambda c: c.attend("gated", query=good, state={"state.sums": odd})),
+        ("output", lambda c: c.verify(lambda **_: odd, "softmax")),
+        ("W_query", lambda c: c.convert({"W_query": odd}, source="v1", target="v2")),
+        ("W_query", lambda c: c.attend("softmax", x=good, layer={"tensors": {"W_query": odd}})),
+    ]  # fmt: skip
+    for name, call in calls:
+        if isinstance(odd, list) and name in ("output", "state.sums"):
+            continue  # no list is taken there
+        with pytest.raises(errors.InvalidContent) as caught:
+            send(server.url, call)
+        assert caught.value.detail.startswith(f"{name} "), caught.value.detail
+        shown = expected.partition(": got ")[2] or expected.partition(" of ")[2].partition(",")[0]
+        assert (expected if not name.startswith("W_") else shown) in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    ("arguments", "detail"),
+    [
+        ({"weights": {"top_k": float("nan")}}, "top_k is not finite: got nan"),
+        ({"layer": {"layout": "v1", "softcap": np.float64("inf")}}, "softcap is not finite"),
+        ({"scale": object()}, "scale cannot be sent: got <object object"),
+        ({"weights": {"rows": {1, 2}}}, "rows cannot be sent: got {1, 2}, expected a value of"),
+        ({"seed": 1 << 70}, "seed cannot be sent: got 1180591620717411303424, expected"),
+        ({"layer": {1: 2}}, "layer has a name that is no text: got 1"),
+        ({"weights": "\ud800"}, "weights cannot be sent: got '\\ud800', expected"),
+    ],
+)
+def test_value_without_a_place_in_json_is_named(
+    client: Client, arguments: dict[str, Any], detail: str
+) -> None:
+    with pytest.raises(errors.InvalidContent) as caught:
+        client.attend("softmax", **numbers(), **arguments)
+    assert caught.value.detail.startswith(detail)
 
 
 @pytest.mark.parametrize(
@@ -125,44 +201,3 @@ def test_timeout_is_an_error_of_httpx(serve: Callable[..., Server]) -> None:
         with pytest.raises(httpx.TimeoutException):
             client.attend("softmax", **numbers())
         server.wait_until_queued(0)  # the service drops the request of the closed connection
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("status", "headers", "content"),
-    [
-        (502, {"content-type": "text/html"}, b"<h1>Bad gateway</h1>"),
-        (502, {"content-type": "application/json"}, b"[]"),
-        (502, {"content-type": "application/json"}, b'"bad gateway"'),
-        (500, {}, b""),
-        (404, {"content-type": "application/json"}, b'{"detail": "Not Found"}'),
-        (
-            503,
-            {
-                "content-type": "application/problem+json",
-                "retry-after": "Wed, 21 Oct 2015 07:28:00 GMT",
-            },
-            b'{"type": "urn:qkv:problem:service-unavailable", "detail": "busy"}',
-        ),
-        (200, {}, b"<h1>Welcome</h1>"),
-        (200, {"content-type": "application/json"}, b"{}"),
-        (200, {"content-type": "application/json"}, b"[]"),
-    ],
-)
-def test_response_of_another_server_is_a_qkv_error(
-    status: int, headers: dict[str, str], content: bytes
-) -> None:
-    """The server may be a proxy or any other HTTP server."""
-
-    def respond(_: httpx.Request) -> httpx.Response:
-        return httpx.Response(status, headers=headers, content=content)
-
-    transport = httpx.MockTransport(respond)
-    with Client("http://elsewhere", transport=transport, retries=0) as client:
-        for call in (
-            lambda: client.attend("softmax", **numbers()),
-            lambda: client.convert({"W": np.ones(2)}, source="v1", target="v2"),
-            client.variants,
-        ):
-            with pytest.raises(QkvError):
-                call()

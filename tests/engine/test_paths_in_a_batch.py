@@ -132,8 +132,11 @@ def test_layer_takes_the_path_that_it_takes_alone(name: str, form: Any) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize(
     ("slopes", "sinks"),
-    [((0.5, -0.25), (1.0, -2.0)), ((3e38, 0.0), (0.0, 0.0)), ((0.0, 1.0), (3e38, -3e38))],
-)
+    [
+        ((0.5, -0.25), (1.0, -2.0)), ((3e38, 0.0), (0.0, 0.0)), ((0.0, 1.0), (3e38, -3e38)),
+        ((0.5, 0.5), (np.inf, 1.0)), ((0.0, 1.0), (-np.inf, np.inf)),
+    ],
+)  # fmt: skip
 def test_slopes_and_sinks_select_the_path_too(
     slopes: tuple[float, ...], sinks: tuple[float, ...], dtype: str, device: Device
 ) -> None:

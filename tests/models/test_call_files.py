@@ -235,9 +235,9 @@ def test_missing_folder_is_an_error_with_the_given_path(tmp_path: Path) -> None:
 def test_threads_save_to_one_path_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, both = tmp_path / "calls.safetensors", Barrier(2)
 
-    def met(x: torch.Tensor) -> Any:
+    def met(x: torch.Tensor, name: str) -> Any:
         both.wait(60)  # each thread has an unfinished file here
-        return to_raw(x)
+        return to_raw(x, name)
 
     monkeypatch.setattr(call_files, "to_raw", met)
     with ThreadPoolExecutor(2) as pool:

@@ -52,12 +52,14 @@ def scripted_server(*replies: Reply) -> Iterator[ReceivedRequests]:
         def do_POST(self) -> None:
             received.paths.append(self.path)
             received.headers.append({name.lower(): value for name, value in self.headers.items()})
-            received.bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            received.bodies.append(self.rfile.read(int(self.headers.get("content-length", 0))))
             reply = replies_left.pop(0) if len(replies_left) > 1 else replies_left[0]
             with contextlib.suppress(ConnectionError):
                 reply(self)
                 return
             received.disconnected.set()
+
+        do_GET = do_POST
 
         def log_message(self, format: str, *words: Any) -> None:
             pass

@@ -147,6 +147,7 @@ def modifies(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         (lambda q, k, v: plain(q, k, v)[..., :3], "wrong shape"),
         (lambda q, k, v: plain(q, k, v).double(), "wrong dtype: got float64, expected float32"),
         (lambda q, k, v: plain(q, k, v).to("meta"), "wrong device: got meta, expected cpu"),
+        (lambda q, k, v: plain(q, k, v).to_sparse(), "wrong layout: got sparse_coo, expected a"),
         (lambda q, k, v: plain(q, k.mT, v), "raises RuntimeError: "),
         (lambda q, k, v: None, "raises TypeError: the function returns NoneType"),
         (modifies, "modifies its inputs: query"),

@@ -22,7 +22,7 @@ from qkv.cli.options import (
     layer_options,
     override,
     override_object,
-    parse_parameter,
+    parse_parameters,
     typed_flags,
     typed_layer,
     typed_parameters,
@@ -168,7 +168,7 @@ def _run_file(
         if states.before is not None:
             message.tensors |= tensor_files.read_state(states.before)
         override(message.fields, **flags)
-        override_object(message.fields, "parameters", dict(map(parse_parameter, parameters)))
+        override_object(message.fields, "parameters", parse_parameters(parameters))
         override_object(message.fields, "layer", layer)
         if local:
             from qkv.engine import local as local_engine

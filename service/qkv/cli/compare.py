@@ -21,7 +21,7 @@ from qkv.cli.options import (
     layer_options,
     override,
     override_object,
-    parse_parameter,
+    parse_parameters,
     parse_variant,
     typed_flags,
     typed_layer,
@@ -95,7 +95,7 @@ def compare(
     with one_line_errors(typed):
         message = tensor_files.read_request(source, layer.get("prefix"))
         fields = message.fields
-        shared = get_object(fields, "parameters") | dict(map(parse_parameter, parameters))
+        shared = get_object(fields, "parameters") | parse_parameters(parameters)
         fields.pop("parameters", None)
         override_object(fields, "layer", layer)
         override(

@@ -10,7 +10,7 @@ import click
 
 from qkv.cli.own_variants import add_variants_if_set
 from qkv.client.environment import DEFAULT_URL
-from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
+from qkv.errors import InvalidContent, MalformedRequest, QkvError, format_value, pointer_to
 from qkv.wire import json
 from qkv.wire.checkpoint.checkpoint import is_checkpoint
 
@@ -33,7 +33,7 @@ __all__ = [
     "layer_options",
     "override",
     "override_object",
-    "parse_parameter",
+    "parse_parameters",
     "parse_variant",
     "typed_flags",
     "typed_layer",
@@ -42,6 +42,7 @@ __all__ = [
     "typed_variants",
 ]
 
+_PYTHON_WORDS: Final = {"True": True, "False": False, "None": None}
 _LAYER_FIELDS: Final = ("name", "layout", "prefix", "heads", "kv_heads", "rope", "alibi")
 
 SOURCE: Final = click.argument("source", type=click.Path(path_type=Path))
@@ -223,18 +224,40 @@ def parse_variant(word: str) -> str | dict[str, Any]:
     return dict(json.load(word)) if word.startswith("{") else word
 
 
-def parse_parameter(text: str) -> tuple[str, Any]:
-    """Returns the name and the value of NAME=VALUE. A value that is not JSON is a string.
+def parse_parameters(texts: Iterable[str]) -> dict[str, Any]:
+    """Returns the values of the words NAME=VALUE by name.
 
     Raises:
+        InvalidContent, click.ClickException: as for one word, or a name is given twice.
+    """
+    values: dict[str, Any] = {}
+    for name, value in map(_parse_parameter, texts):
+        if name in values:
+            raise click.ClickException(
+                f"-p {name} is given twice: got {format_value(values[name])} and "
+                f"{format_value(value)}, expected one value"
+            )
+        values[name] = value
+    return values
+
+
+def _parse_parameter(text: str) -> tuple[str, Any]:
+    """Returns the name and the value of NAME=VALUE. A value that is not JSON is a string.
+
+    True, False and None are those of JSON, for users of Python.
+
+    Raises:
+        InvalidContent: a number is too large.
         click.ClickException: there is no name or no "=".
     """
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise click.ClickException(f"-p is wrong: got {text!r}, expected NAME=VALUE")
+    if value in _PYTHON_WORDS:
+        return name, _PYTHON_WORDS[value]
     try:
         return name, json.load(value)
-    except QkvError:
+    except MalformedRequest:
         return name, value  # such as query_offset=end
 
 

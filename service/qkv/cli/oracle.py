@@ -13,7 +13,7 @@ from qkv.cli.options import (
     PARAMETERS,
     SIZES,
     TARGET,
-    parse_parameter,
+    parse_parameters,
     typed_flags,
     typed_parameters,
 )
@@ -97,7 +97,7 @@ def oracle(
         from qkv.testing.case_file import CaseFile
         from qkv.testing.case_spec import CaseSpec
 
-        values: dict[str, Any] = dict(map(parse_parameter, parameters))
+        values: dict[str, Any] = parse_parameters(parameters)
         spec = CaseSpec(variant, family, dtype, values, sizes or {}, seed)
         message = CaseFile.draw(spec).to_message()
         tensor_files.write(target, message, "inputs")

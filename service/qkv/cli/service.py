@@ -34,17 +34,30 @@ def send(url: str, api_key: str | None, spec: RequestSpec[_T]) -> _T:
 def open_client(url: str, api_key: str | None) -> Iterator[Client]:
     """Opens a client whose connection errors are one-line errors."""
     try:
-        with Client(url, api_key=api_key) as client:
+        client = Client(url, api_key=api_key)
+    # httpx raises the last two for a proxy in the environment that is not valid
+    except (httpx.InvalidURL, ValueError, ImportError) as error:
+        raise _nothing_sent(url, error) from None
+    try:
+        with client:
             yield client
     except ServiceUnreachable as error:
         raise click.ClickException(
             f"no response from {url!r}: {error.reason}. Start a service with `qkv serve`, "
             "or set its address with --url"
         ) from None
-    # httpx raises the last two for a URL, or a proxy in the environment, that is not valid
-    except (httpx.RequestError, httpx.InvalidURL, ValueError, ImportError) as error:
+    except (
+        httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError, UnicodeError
+    ) as error:  # fmt: skip
+        raise _nothing_sent(url, error) from None
+    except httpx.RequestError as error:
         reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
         raise click.ClickException(f"no response from {url!r}: {reason}") from None
+
+
+def _nothing_sent(url: str, error: Exception) -> click.ClickException:
+    """Returns the error of a request that cannot be sent: of a wrong address, proxy or key."""
+    return click.ClickException(f"nothing was sent to {url!r}: {error or type(error).__name__}")
 
 
 def report(response: Message, target: Path) -> None:

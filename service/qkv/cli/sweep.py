@@ -18,7 +18,7 @@ from qkv.cli.options import (
     PARAMETERS,
     REPEATS,
     URL,
-    parse_parameter,
+    parse_parameters,
     parse_variant,
     typed_flags,
     typed_variants,
@@ -108,7 +108,7 @@ def sweep(
     typed = typed_variants(variants, parameters)
     with one_line_errors(typed | typed_flags(lengths=lengths, **options)):
         _check_targets(csv, plot)
-        shared = dict(map(parse_parameter, parameters))
+        shared = parse_parameters(parameters)
         chosen = build_choices([parse_variant(word) for word in variants], shared)
         results = SweepResults()
         try:

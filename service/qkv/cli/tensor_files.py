@@ -16,7 +16,7 @@ from numpy.lib import format as npy_format
 
 from qkv.client.layer_tensors import below, is_needed
 from qkv.errors import InvalidContent, QkvError
-from qkv.tensors import RawTensor
+from qkv.tensors import DTYPES, RawTensor, unsupported_dtype
 from qkv.wire import Chunk, json, safetensors
 from qkv.wire.checkpoint.checkpoint import Checkpoint
 from qkv.wire.checkpoint.torch_files import refuse_torch_file
@@ -38,6 +38,8 @@ __all__ = [
 STATE: Final = "state."
 """The beginning of the names of a state's tensors."""
 SUFFIXES: Final = (".safetensors", ".npz", ".json")
+_ZIP_HEADS: Final = (b"PK\x03\x04", b"PK\x05\x06")
+"""The first bytes of an archive, and of one without members (APPNOTE.TXT 6.3.10, 4.3)."""
 _MAX_UNPACKED: Final = 1 << 30
 """The most bytes of compressed arrays in one .npz file: zeros take a thousandth of their size."""
 
@@ -214,11 +216,17 @@ def check_target(path: Path, suffixes: Sequence[str] = SUFFIXES) -> None:
 
 def _decode_npz(content: bytes, group: str, prefix: str | None = None) -> Message:
     """Decodes the arrays that the headers in the archive show to be needed, and no others."""
+    if not content.startswith(_ZIP_HEADS):  # numpy would read a pickle or an .npy file
+        raise InvalidContent(
+            f"not an .npz file: got {content[:20]!r}, expected an archive that numpy.savez wrote"
+        )
     try:
         with np.load(BytesIO(content), allow_pickle=False) as archive:
             members = {i.filename.removesuffix(".npy"): i for i in archive.zip.infolist()}
             dtypes = {n: _dtype_of_member(archive.zip, info) for n, info in members.items()}
             chosen = _chosen_members(dtypes, group, prefix)
+            if odd := [n for n in chosen if dtypes[n] not in DTYPES]:
+                raise unsupported_dtype(odd[0], dtypes[odd[0]])
             unpacked = sum(members[n].file_size for n in chosen if members[n].compress_type)
             if unpacked <= _MAX_UNPACKED:
                 arrays = {name: archive[name] for name in chosen}
@@ -233,11 +241,7 @@ def _decode_npz(content: bytes, group: str, prefix: str | None = None) -> Messag
         )
     tensors, layer = {}, {}
     for name, array in arrays.items():
-        try:
-            tensor = RawTensor.from_numpy(array)
-        except QkvError as error:
-            error.detail = f"{name}: {error.detail}"
-            raise
+        tensor = RawTensor.from_numpy(array, name)
         if group == "inputs" and name.startswith(LAYER):
             layer[name.removeprefix(LAYER)] = tensor
         else:

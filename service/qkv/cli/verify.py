@@ -22,7 +22,7 @@ from qkv.cli.options import (
     PARAMETERS,
     SIZES,
     drop_unset,
-    parse_parameter,
+    parse_parameters,
     typed_flags,
     typed_parameters,
 )
@@ -183,7 +183,7 @@ def _verify_program(
 
         program = Program(command, needs_gradients=gradients, **drop_unset(timeout_s=timeout))
         given = drop_unset(dtype=dtype, families=families, skip=skip, sizes=sizes, seed=seed)
-        values = dict(map(parse_parameter, parameters))
+        values = parse_parameters(parameters)
         with _exit_on_stop_signals():
             return verify_runner(program, variant, values, name=command, strict=strict, **given)
 

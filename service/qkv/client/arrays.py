@@ -43,10 +43,11 @@ def list_to_raw(value: Sequence[Any], name: str) -> RawTensor:
         name: its name in error messages.
 
     Raises:
-        InvalidContent: lists have different lengths, or values are no numbers.
+        InvalidContent: lists have different lengths, or values are no numbers; or an array in them
+            has no numbers, or masks some.
     """
     try:
-        array = np.asarray(value)
+        array = np.asarray(_plain(value, name))
     except ValueError:
         raise InvalidContent(
             f"{name} is ragged: got {value!r:.60}, expected lists of equal lengths"
@@ -60,30 +61,24 @@ def list_to_raw(value: Sequence[Any], name: str) -> RawTensor:
     return RawTensor.from_numpy(array.astype(DTYPES[exact]), is_untyped=True)
 
 
-def to_raw(array: Any, name: str = "tensor") -> RawTensor:
+def to_raw(array: Any, name: str = "the tensor") -> RawTensor:
     """Returns an array as a raw tensor. Copies it only from another device or if not contiguous.
 
     Numbers in lists are float32.
 
     Args:
         array: of numpy, torch or another library, or nested lists.
-        name: its name in error messages about lists.
+        name: its name in error messages.
 
     Raises:
-        InvalidContent: requests do not support its dtype.
+        InvalidContent: requests do not support its dtype; or the array has no numbers, such as one
+            on the device meta, is not dense, or masks some of its numbers.
     """
     if is_list(array):
         raw = list_to_raw(array, name)
         dtypes = (*FLOATING, "bool") if raw.dtype == "bool" else FLOATING
         return cast_untyped(raw, name, dtypes, "float32", pointer_to("tensors", name))
-    if not _is_torch(array):
-        return RawTensor.from_numpy(_as_numpy(array))
-    torch = sys.modules["torch"]
-    dense = array.detach().cpu().contiguous()
-    if dense.dtype == torch.bfloat16:
-        bits = dense.view(torch.int16).numpy()
-        return RawTensor("bfloat16", tuple(dense.shape), bits.reshape(-1).view(np.uint8).data)
-    return RawTensor.from_numpy(dense.numpy())
+    return RawTensor.from_numpy(_as_numpy(array, name), name)
 
 
 def from_raw_like(array: Any) -> FromRaw:
@@ -101,10 +96,55 @@ def from_raw_like(array: Any) -> FromRaw:
     return from_raw
 
 
-def _as_numpy(array: Any) -> np.ndarray:
-    if hasattr(array, "__array__"):
-        return np.asarray(array)
-    return np.from_dlpack(array)
+def _as_numpy(array: Any, name: str) -> np.ndarray:
+    """Returns an array of any library as one of numpy; bfloat16 is that of ml_dtypes."""
+    try:
+        if _is_torch(array):
+            found = _torch_to_numpy(array)
+        elif hasattr(array, "__array__"):
+            found = np.asanyarray(array)  # keeps the mask of a masked array
+        else:
+            found = np.from_dlpack(array)
+    except Exception as error:  # each library has its own
+        raise InvalidContent(
+            f"{name} has no numbers that can be sent: got {_describe(array)} "
+            f"({str(error).partition(chr(10))[0]:.200}), expected a dense array of "
+            f"{', '.join(DTYPES)}"
+        ) from error
+    if np.ma.is_masked(found):
+        masked = int(np.ma.getmaskarray(found).sum())
+        raise InvalidContent(
+            f"{name} is a masked array: got {masked} masked numbers, expected none"
+        )
+    return np.asarray(found)
+
+
+def _torch_to_numpy(array: Any) -> np.ndarray:
+    torch = sys.modules["torch"]
+    if array.dtype != torch.bfloat16:
+        return array.numpy(force=True)  # type: ignore[no-any-return]
+    bits = array.detach().cpu().resolve_neg().view(torch.int16).numpy()
+    return bits.view(DTYPES["bfloat16"])  # type: ignore[no-any-return]
+
+
+def _describe(array: Any) -> str:
+    """Returns the type of an array; of torch's also dtype, layout and device."""
+    kind = type(array).__name__
+    if not _is_torch(array):
+        return kind
+    dtype, layout = (str(x).removeprefix("torch.") for x in (array.dtype, array.layout))
+    return f"a {kind} of {dtype}, {layout}, on {array.device}"
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Returns nested lists and tuples with every array in them as one of numpy."""
+    if isinstance(value, list | tuple):
+        return [_plain(x, name) for x in value]
+    if isinstance(value, int | float) or not is_array(value):
+        return value
+    array = _as_numpy(value, name)
+    # numpy joins bfloat16 with no other dtype; float32 has all its numbers
+    return array.astype(np.float32) if array.dtype == DTYPES["bfloat16"] else array
 
 
 def _is_torch(array: object) -> bool:

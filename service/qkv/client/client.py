@@ -29,6 +29,7 @@ from qkv.client.request_builders import (
     build_sweep,
     build_variants,
 )
+from qkv.client.response_errors import to_error
 from qkv.client.results import Converted, Gradients, Run
 from qkv.client.retries import (
     CONNECTION_ERRORS,
@@ -36,7 +37,6 @@ from qkv.client.retries import (
     parse_response,
     raise_connection_error,
     retry_delay_s,
-    to_error,
 )
 from qkv.client.sweep import Sweep
 from qkv.client.verification import Verdict, build_draw, build_judge

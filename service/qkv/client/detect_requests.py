@@ -9,6 +9,7 @@ import httpx
 
 from qkv.client.arrays import to_raw
 from qkv.client.detected import Detected
+from qkv.client.json_fields import to_json_fields
 from qkv.client.layer_tensors import select
 from qkv.client.request_builders import RequestSpec, build_post, choose_codec
 from qkv.wire.message import Message
@@ -21,7 +22,7 @@ def build_detect(
 ) -> RequestSpec[list[Detected]]:
     """Builds the request that detects a layer; the arguments are those of `Client.detect`."""
     message = Message(
-        {name: value for name, value in fields.items() if value is not None},
+        to_json_fields({name: value for name, value in fields.items() if value is not None}),
         select(tensors, fields.get("prefix")),
         check={"x": to_raw(x, "x"), "y": to_raw(y, "y")},
     )

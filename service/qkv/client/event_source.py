@@ -12,7 +12,7 @@ from typing import Final
 import httpx
 from httpx_sse import EventSource, ServerSentEvent
 
-from qkv.errors import MalformedRequest
+from qkv.client.response_errors import media_type, unreadable
 
 __all__ = ["EVENT_STREAM", "ServerSentEvent", "aiter_events", "iter_events"]
 
@@ -40,11 +40,8 @@ async def aiter_events(response: httpx.Response) -> AsyncGenerator[ServerSentEve
 
 
 def _open(response: httpx.Response) -> EventSource:
-    kind = response.headers.get("content-type", "none").partition(";")[0].strip()
-    if kind != EVENT_STREAM:
-        raise MalformedRequest(
-            f"the response is not from a qkv service: got {kind:.60}, expected {EVENT_STREAM}"
-        )
+    if media_type(response) != EVENT_STREAM:
+        raise unreadable(response, EVENT_STREAM)
     # an event stream is UTF-8 and may begin with a byte order mark (section 9.2.5)
     response.encoding = "utf-8-sig"
     return EventSource(response)

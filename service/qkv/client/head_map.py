@@ -96,7 +96,7 @@ def _label_of(name: str) -> str:
 
 def _rows(label: str, values: Any, layers: Sequence[str]) -> list[list[float]]:
     """Returns the numbers of each layer, NaN for None."""
-    rows: list[Any] = list(_array(values)) if is_array(values) else list(values)
+    rows: list[Any] = list(_array(values, label)) if is_array(values) else list(values)
     if len(rows) != len(layers):
         raise ValueError(
             f"{label} has the wrong number of rows: got {len(rows)}, expected {len(layers)}, one "
@@ -105,7 +105,7 @@ def _rows(label: str, values: Any, layers: Sequence[str]) -> list[list[float]]:
     table = []
     for layer, row in zip(layers, rows, strict=True):
         try:
-            inner = _array(row).tolist() if is_array(row) else list(row)
+            inner = _array(row, label).tolist() if is_array(row) else list(row)
             numbers = [math.nan if x is None else float(x) for x in inner]
         except (TypeError, ValueError):
             raise ValueError(
@@ -121,8 +121,8 @@ def _rows(label: str, values: Any, layers: Sequence[str]) -> list[list[float]]:
     return table
 
 
-def _array(values: Any) -> np.ndarray:
-    array = to_raw(values).numpy()
+def _array(values: Any, name: str) -> np.ndarray:
+    array = to_raw(values, name).numpy()
     return array.astype(np.float64)
 
 

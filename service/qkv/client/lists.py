@@ -69,5 +69,5 @@ def lists_to_arrays(
 
 
 def _floating_dtype(arguments: Mapping[str, Any]) -> str:
-    known = (to_raw(value).dtype for value in arguments.values() if is_array(value))
+    known = (to_raw(x, n).dtype for n, x in arguments.items() if is_array(x))
     return next((dtype for dtype in known if dtype in FLOATING), "float32")

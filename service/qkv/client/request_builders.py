@@ -5,19 +5,18 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import httpx
-import numpy as np
 import orjson
 
 from qkv.client.arrays import FromRaw, from_raw_like, is_array, to_raw
 from qkv.client.comparison import Comparison
 from qkv.client.event_source import EVENT_STREAM
+from qkv.client.json_fields import to_json_fields
 from qkv.client.layer_tensors import select
 from qkv.client.results import Converted, Gradients, Run
 from qkv.errors import InvalidContent
@@ -136,7 +135,7 @@ def build_inputs_message(
             f"the inputs are missing: got no array among {', '.join(arguments) or 'no arguments'}, "
             "expected arrays of numpy or torch, such as query"
         )
-    parameters = _json_parameters({n: v for n, v in arguments.items() if n not in arrays})
+    parameters = _drop_unset(**{n: v for n, v in arguments.items() if n not in arrays})
     fields = {**fields, "parameters": parameters}
     layer_tensors: dict[str, Any] = {}
     if isinstance(layer, Mapping):
@@ -146,7 +145,8 @@ def build_inputs_message(
         fields["layer"] = {"name": layer}
     elif layer is not None:
         fields["layer"] = layer  # the service rejects it
-    message = Message(fields, {n: to_raw(array) for n, array in arrays.items()}, layer_tensors)
+    tensors = {n: to_raw(array, n) for n, array in arrays.items()}
+    message = Message(to_json_fields(fields), tensors, layer_tensors)
     return message, from_raw_like(next(iter(arrays.values())))
 
 
@@ -161,18 +161,6 @@ def _with_state(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     if state and not any(name.startswith("state.tail_") for name in state):
         rest["state"] = "compact"
     return {**rest, **state}
-
-
-def _json_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters that are not None, with numpy scalars as plain numbers."""
-    for name, value in parameters.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidContent(f"{name} is not finite: got {value}")
-    return {
-        name: value.item() if isinstance(value, np.generic) else value
-        for name, value in parameters.items()
-        if value is not None
-    }
 
 
 def build_compare(
@@ -217,12 +205,12 @@ def build_sweep(
         if is_array(value):
             raise InvalidContent(f"{name} is an array, but the service draws the inputs of a sweep")
     body = {
-        "variants": build_choices(variants, _json_parameters(parameters)),
+        "variants": build_choices(variants, _drop_unset(**parameters)),
         "lengths": list(map(operator.index, lengths)),
         **_drop_unset(**fields),
     }
     headers = {"Content-Type": "application/json", "Accept": EVENT_STREAM}
-    return StreamSpec("/v1/sweep", orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), headers)
+    return StreamSpec("/v1/sweep", orjson.dumps(to_json_fields(body)), headers)
 
 
 def build_choices(
@@ -238,8 +226,8 @@ def build_choice(variant: Choice, parameters: Mapping[str, Any]) -> dict[str, An
     """Returns a variant as an object. Its own parameters override those shared by all."""
     if isinstance(variant, str):
         return {"variant": variant, "parameters": dict(parameters)}
-    given = _json_parameters(variant.get("parameters", {}))
-    return {**variant, "parameters": {**parameters, **given}}
+    given = _drop_unset(**variant.get("parameters", {}))
+    return to_json_fields({**variant, "parameters": {**parameters, **given}})
 
 
 def build_convert(
@@ -247,7 +235,7 @@ def build_convert(
 ) -> RequestSpec[Converted]:
     """Builds the request that converts weights; the arguments are those of `Client.convert`."""
     fields = {"from": source, "to": target} | _drop_unset(**options)
-    message = Message(fields, select(tensors, options.get("prefix")))
+    message = Message(to_json_fields(fields), select(tensors, options.get("prefix")))
     from_raw = from_raw_like(tensors[next(iter(message.tensors))] if message.tensors else None)
 
     def parse(response: httpx.Response) -> Converted:

@@ -45,8 +45,12 @@ class Run:
 
     @property
     def output(self) -> Any:
-        """The output (B, H, L, E), with as many axes as the inputs have."""
-        return self.outputs["output"]
+        """The output (B, H, L, E), with as many axes as the inputs have.
+
+        Raises:
+            KeyError: the run did not return it; the same for `weights` and `scores`.
+        """
+        return self._find("output")
 
     @property
     def weights(self) -> Any:
@@ -55,12 +59,12 @@ class Run:
         Other forms than "full" have (B, H, R, S) for rows, (B, H, L, K) for the top k, and
         (B, H, P, Q) for a pool.
         """
-        return self.outputs["weights"]
+        return self._find("weights")
 
     @property
     def scores(self) -> Any:
         """The scores (B, H, L, S), scaled, capped and masked."""
-        return self.outputs["scores"]
+        return self._find("scores")
 
     @property
     def state(self) -> dict[str, Any]:
@@ -78,6 +82,14 @@ class Run:
         """
         prefix = "steps."
         return {n.removeprefix(prefix): a for n, a in self.outputs.items() if n.startswith(prefix)}
+
+    def _find(self, name: str) -> Any:
+        if name not in self.outputs:
+            raise KeyError(
+                f"{name} is not in the response: got {', '.join(self.outputs)}, expected a request "
+                f"with {name!r} among its outputs"
+            )
+        return self.outputs[name]
 
     def figure(
         self,
@@ -157,7 +169,13 @@ class Gradients:
     timing: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
-        """Returns the gradient of an input or of a tensor of the layer."""
+        """Returns the gradient of an input or of a tensor of the layer.
+
+        Raises:
+            KeyError: there is none by this name.
+        """
+        if name not in self.gradients:
+            raise KeyError(f"there is no gradient of {name}: got {', '.join(self.gradients)}")
         return self.gradients[name]
 
     def __repr__(self) -> str:

@@ -1,11 +1,10 @@
-"""Rules for sending a request again, and the errors of responses and connections.
+"""Rules for sending a request again, and the errors of connections.
 
 `Client.send`, `Client.stream` and their `AsyncClient` versions use it.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Final, NoReturn, TypeVar
 
@@ -13,7 +12,8 @@ import httpx
 import msgspec
 
 from qkv.client.request_builders import RequestSpec
-from qkv.errors import MalformedRequest, QkvError, ServiceUnavailable, from_problem
+from qkv.client.response_errors import media_type, retry_after_s, to_error, unreadable
+from qkv.errors import QkvError
 from qkv.wire import json
 
 __all__ = [
@@ -23,13 +23,12 @@ __all__ = [
     "parse_response",
     "raise_connection_error",
     "retry_delay_s",
-    "to_error",
 ]
 
 _T = TypeVar("_T")
 
 _MAX_DELAY_S: Final = 10.0
-# a run changes nothing in the service: after a broken connection it may be sent again
+# no request of the client changes anything in the service: it may be sent again
 CONNECTION_ERRORS: Final = (
     httpx.ConnectError,
     httpx.RemoteProtocolError,
@@ -79,25 +78,10 @@ def retry_delay_s(response: httpx.Response, attempt: int) -> float | None:
         attempt: how often the request was sent again already.
     """
     if "retry-after" in response.headers and response.status_code in (429, 503):
-        return min(_retry_after_s(response), _MAX_DELAY_S)
-    if response.is_server_error and not _is_problem(response):
+        return min(retry_after_s(response), _MAX_DELAY_S)
+    if response.is_server_error and media_type(response) != json.PROBLEM_TYPE:
         return backoff_s(attempt)
     return None
-
-
-def _is_problem(response: httpx.Response) -> bool:
-    """Returns True if the media type of a response is that of problem documents."""
-    kind: str = response.headers.get("content-type", "")
-    return kind.partition(";")[0].strip().lower() == json.PROBLEM_TYPE
-
-
-def _retry_after_s(response: httpx.Response) -> float:
-    """Returns the seconds of Retry-After; 1 if it is absent or a date."""
-    try:
-        seconds = float(response.headers.get("retry-after", 1))
-    except ValueError:
-        return 1.0
-    return max(seconds, 0.0) if math.isfinite(seconds) else 1.0
 
 
 def backoff_s(attempt: int) -> float:
@@ -111,20 +95,9 @@ def parse_response(spec: RequestSpec[_T], response: httpx.Response) -> _T:
         raise to_error(response)
     try:
         return spec.parse(response)
-    except (ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
-        raise MalformedRequest(f"the response is not from a qkv service: {error}") from None
-
-
-def to_error(response: httpx.Response) -> QkvError:
-    """Builds the exception of an error response."""
-    retry_after = int(_retry_after_s(response) or 1)
-    try:
-        problem = response.json()
-    except ValueError:
-        problem = None
-    if isinstance(problem, dict):
-        return from_problem(response.status_code, problem, retry_after)
-    detail = f"HTTP {response.status_code} without a problem document"
-    if response.status_code == 503:  # of a proxy that is at its limits
-        return ServiceUnavailable(detail, retry_after=retry_after)
-    return MalformedRequest(detail)
+    except (
+        QkvError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+        msgspec.ValidationError,
+    ) as error:  # fmt: skip
+        accept = spec.headers.get("Accept", json.MEDIA_TYPE)
+        raise unreadable(response, accept, error) from None

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import httpx
 
 from qkv.client.arrays import from_raw_like, is_array, to_raw
+from qkv.client.json_fields import to_json_fields
 from qkv.client.request_builders import RequestSpec, build_post
 from qkv.errors import InvalidContent
 from qkv.wire import safetensors
@@ -89,7 +90,8 @@ class Verdict:
 def build_draw(variant: str, like: Any, options: Mapping[str, Any]) -> RequestSpec[DrawnCase]:
     """Builds the request for inputs; the arguments are those of `Client.verify`."""
     from_raw = from_raw_like(like)
-    message = Message({name: value for name, value in options.items() if value is not None})
+    given = {name: value for name, value in options.items() if value is not None}
+    message = Message(to_json_fields(given))
 
     def parse(response: httpx.Response) -> DrawnCase:
         reply = safetensors.decode(response.content, "inputs")
@@ -113,7 +115,7 @@ def build_judge(drawn: DrawnCase, results: Any) -> RequestSpec[Verdict]:
     for name, result in named.items():
         if not is_array(result):
             raise InvalidContent(f"{name} is no array: got {result!r:.60}, expected an array")
-    message = Message({"case": drawn.case}, {name: to_raw(x) for name, x in named.items()})
+    message = Message({"case": drawn.case}, {name: to_raw(x, name) for name, x in named.items()})
 
     def parse(response: httpx.Response) -> Verdict:
         return Verdict.from_json(response.json(), drawn.case)

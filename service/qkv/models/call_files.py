@@ -102,8 +102,8 @@ def save_file(
     try:
         with unfinished.open("xb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for _, x in _tensors(saved):
-                file.write(to_raw(x).data)
+            for name, x in _tensors(saved):
+                file.write(to_raw(x, name).data)
         unfinished.replace(target)
     except OSError as error:  # names the path of the caller, not the unfinished file
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None

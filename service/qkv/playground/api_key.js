@@ -31,6 +31,8 @@ function showDialog(wasRejected) {
     type: "password",
     autocomplete: "off",
     required: true,
+    pattern: "\\s*[!-~]+\\s*", // no header has other characters
+    title: "printable ASCII without spaces, as keys have",
     "aria-describedby": "key-about",
   });
   const about = wasRejected

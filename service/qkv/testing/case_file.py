@@ -73,7 +73,7 @@ class CaseFile(NamedTuple):
         fields = self.spec.to_json()
         request = {name: fields.pop(name) for name in _REQUEST_FIELDS}
         tensors = {**self.call.inputs, GRAD_OUTPUT: self.call.grad_output}
-        return Message(request | {FIELD: fields}, {n: to_raw(x) for n, x in tensors.items()})
+        return Message(request | {FIELD: fields}, {n: to_raw(x, n) for n, x in tensors.items()})
 
     @classmethod
     def from_message(cls, message: Message) -> CaseFile:

@@ -151,7 +151,7 @@ def _to_torch(returned: Any) -> Tensor:
         return returned
     if not hasattr(returned, "__array__") and not hasattr(returned, "__dlpack__"):
         raise TypeError(f"the function returns {type(returned).__name__}, expected an array")
-    raw = to_raw(returned)
+    raw = to_raw(returned, "the output")
     if raw.dtype == "bfloat16":
         bits = np.frombuffer(raw.data, np.int16).reshape(raw.shape).copy()
         return torch.from_numpy(bits).view(torch.bfloat16)
@@ -159,7 +159,7 @@ def _to_torch(returned: Any) -> Tensor:
 
 
 def _find_fault(output: Tensor, call: Call, device: str | torch.device) -> str:
-    """Returns the fault of the output's shape, dtype or device; "" without one."""
+    """Returns the fault of the output's shape, dtype, device or layout; "" without one."""
     assert call.grad_output is not None
     expected = tuple(call.grad_output.shape)
     if tuple(output.shape) != expected:
@@ -168,4 +168,6 @@ def _find_fault(output: Tensor, call: Call, device: str | torch.device) -> str:
         return f"wrong dtype: got {str(output.dtype)[6:]}, expected {str(call.dtype)[6:]}"
     if output.device.type != torch.device(device).type:
         return f"wrong device: got {output.device}, expected {torch.device(device)}"
+    if output.layout != torch.strided:
+        return f"wrong layout: got {str(output.layout)[6:]}, expected a dense tensor"
     return ""

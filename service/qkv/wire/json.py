@@ -17,6 +17,7 @@ from qkv.wire import json_arrays
 from qkv.wire.json_arrays import LIST, MAX_AXES, OBJECT, NestedLists, format_node
 from qkv.wire.json_document import Document, items
 from qkv.wire.message import Message
+from qkv.wire.plain_json import refuse_large_number
 
 __all__ = [
     "MEDIA_TYPE",
@@ -132,10 +133,13 @@ def load(text: bytes | str) -> Any:
 
     Raises:
         MalformedRequest: the text is not JSON.
+        InvalidContent: a number is too large for float64.
     """
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
+        if "infinity" in error.msg:
+            refuse_large_number(text.encode() if isinstance(text, str) else text)
         raise MalformedRequest(f"not JSON: {error}") from None
 
 

@@ -15,7 +15,13 @@ import simdjson
 
 from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, pointer_to
 from qkv.wire.json_arrays import MAX_OBJECTS, OBJECT, NestedLists
-from qkv.wire.plain_json import MAX_DEPTH, MAX_NAME_LENGTH, MAX_NAMES, load_object
+from qkv.wire.plain_json import (
+    MAX_DEPTH,
+    MAX_NAME_LENGTH,
+    MAX_NAMES,
+    load_object,
+    refuse_large_number,
+)
 
 __all__ = ["Document", "items"]
 
@@ -40,6 +46,7 @@ class Document:
 
     Raises:
         MalformedRequest: the text is not JSON, or not an object.
+        InvalidContent: a number is too large for float64.
     """
 
     def __init__(self, text: bytes) -> None:
@@ -48,6 +55,8 @@ class Document:
         try:
             root = plain if self.is_plain else _parse(text)
         except (ValueError, RuntimeError, MemoryError) as error:
+            if str(error).startswith("NUMBER_ERROR"):  # simdjson reports it if every string ends
+                refuse_large_number(text)
             raise MalformedRequest(
                 f"the body is not JSON: {_parse_error_reason(text, error)}"
             ) from None

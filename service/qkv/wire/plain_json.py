@@ -8,13 +8,26 @@ objects of many names, such as the header of a checkpoint.
 from __future__ import annotations
 
 import json
+import math
+import re
 from functools import partial
+from itertools import islice
 from typing import Any, Final, NoReturn
 
 import numpy as np
 import orjson
 
-__all__ = ["MAX_DEPTH", "MAX_NAMES", "MAX_NAME_LENGTH", "RepeatedName", "load_names", "load_object"]
+from qkv.errors import InvalidContent
+
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_NAMES",
+    "MAX_NAME_LENGTH",
+    "RepeatedName",
+    "load_names",
+    "load_object",
+    "refuse_large_number",
+]
 
 MAX_DEPTH: Final = 32
 """Objects and lists within one another, outside tensors."""
@@ -23,6 +36,15 @@ MAX_NAMES: Final = 256
 MAX_NAME_LENGTH: Final = 1024
 """Characters of a name: the pointer to each value below contains it."""
 
+# A string, or a whole number that may exceed float64: of many digits, or with an exponent. The
+# quantifiers are possessive, because there are strings of 64 MiB.
+_LARGE: Final = re.compile(
+    rb'"(?:[^"\\]++|\\.)*+"|(?<![0-9.eE+-])-?'
+    rb"(?:[0-9]{200,}+(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+|"
+    rb"[0-9]++(?:\.[0-9]++)?+[eE]\+?[0-9]{2,}+)",
+    re.DOTALL,
+)
+_MAX_CANDIDATES: Final = 1_000_000  # strings of a text take half a second
 _CONTAINERS: Final = frozenset((dict, list))
 _MAX_BYTES: Final = 1 << 18
 _SHORT_BYTES: Final = 1 << 13
@@ -51,6 +73,23 @@ def load_object(text: bytes) -> dict[str, Any] | None:
         return None
     is_short = brackets <= MAX_DEPTH and len(text) <= MAX_NAME_LENGTH
     return root if is_short or _is_within_limits(root, 0) else None
+
+
+def refuse_large_number(text: bytes) -> None:
+    """Checks the numbers of a text whose strings end, and that a parser refused.
+
+    JSON has numbers of any size (RFC 8259, section 6), but float64 ends at 1.8e308.
+
+    Raises:
+        InvalidContent: a number is too large for float64.
+    """
+    for match in islice(_LARGE.finditer(text), _MAX_CANDIDATES):
+        number = match[0]
+        if not number.startswith(b'"') and math.isinf(float(number)):
+            raise InvalidContent(
+                f"a number is too large: got {number[:60].decode()}"
+                f"{'...' if len(number) > 60 else ''}, expected at most 1.8e308 in size"
+            )
 
 
 class RepeatedName(ValueError):

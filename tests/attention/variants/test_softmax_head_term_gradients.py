@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkv.attention.common.dropout import keep_mask
 from qkv.attention.variants import softmax
-from support.dtypes import DTYPES
+from support.dtypes import DTYPES, exact_dtype
 from support.each import each
 from support.head_terms import textbook
 from support.variant_calls import EPS, gradients
@@ -39,6 +39,29 @@ def inputs_of(**extra: Tensor) -> dict[str, Tensor]:
         "alibi_slopes_H": (H,), "sinks_H": (H,),
     }  # fmt: skip
     return {n: torch.randn(shape, dtype=torch.float64) for n, shape in shapes.items()} | extra
+
+
+@each("dtype", DTYPES)
+@each("parameters", FAMILIES)
+def test_infinite_sinks_have_gradients_of_all_or_nothing(
+    dtype: torch.dtype, parameters: dict[str, Any]
+) -> None:
+    """Beside a sink of inf every gradient is 0; one of -inf has the gradients without a sink."""
+    mask = torch.randn(B, H, L, S).masked_fill_(torch.rand(B, H, L, S) > 0.7, -math.inf)
+    tensors: dict[str, Any] = {n: x.to(dtype) for n, x in inputs_of(mask_BHLS=mask).items()}
+    grad = torch.randn(B, H, L, 3).to(dtype)
+    infinite = torch.tensor([math.inf, math.inf, -math.inf, -math.inf]).to(dtype)
+    found = softmax.backward(grad, **tensors | {"sinks_H": infinite}, **parameters)
+    del tensors["sinks_H"]
+    plain = softmax.backward(grad, **tensors, **parameters)
+    assert not found.pop("sinks").any()
+    for name, gradient in found.items():
+        axis = 0 if name == "alibi_slopes" else 1
+        first, last = gradient.chunk(2, axis)  # heads 0 and 1 read key head 0
+        assert not first.any(), name
+        expected = plain[name].chunk(2, axis)[1].double()
+        close = 1e3 * torch.finfo(exact_dtype(dtype)).eps * (1 + float(expected.abs().max()))
+        assert float((last - expected).abs().max()) <= close, name
 
 
 def derivatives(

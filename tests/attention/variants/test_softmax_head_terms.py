@@ -153,6 +153,53 @@ def test_positions_far_from_all_keys(dtype: torch.dtype, offset: int) -> None:
 
 
 @each("dtype", DTYPES)
+@each("L", [6, 70])  # with 70 queries torch's kernel runs if it can
+@each("parameters", FAMILIES[::4])
+def test_infinite_sinks_leave_all_or_nothing(
+    dtype: torch.dtype, L: int, parameters: dict[str, Any]
+) -> None:
+    """Beside a sink of inf all weights are 0, and one of -inf is no sink, for every result."""
+    query, key, value = inputs_of(dtype, L=L)
+    infinite = torch.tensor([math.inf, 0.5, -math.inf, math.inf])
+    allowed = torch.rand(1, 4, L, 9) > 0.3
+    allowed[:, :, 2] = False
+    added = torch.randn(1, 4, L, 9).masked_fill(~allowed, -math.inf)
+    for mask, lengths in ((allowed, None), (added, torch.tensor([9, 4]))):
+        named: dict[str, Any] = {"query_BHLD": query, "key_BGSD": key, "value_BGSE": value}
+        named |= {"mask_BHLS": mask, "key_lengths_B": lengths, **parameters}
+        finite = softmax.reference(**named, sinks_H=torch.full((4,), 0.5))
+        plain = softmax.reference(**named)
+        bound = bounds(query, key, value, mask, parameters, plain)
+        truth = softmax.reference(**named, sinks_H=infinite)
+        assert truth.weights is not None
+        for exact, expected, other in zip(truth[:2], finite[:2], plain[:2], strict=True):
+            assert isinstance(exact, torch.Tensor)
+            assert isinstance(expected, torch.Tensor)
+            assert isinstance(other, torch.Tensor)
+            assert not exact[:, [0, 3]].any()
+            assert torch.equal(exact[:, 1], expected[:, 1])
+            assert torch.equal(exact[:, 2], other[:, 2])
+        for outputs in (OUTPUT, ALL):
+            found = attend(**named, sinks_H=infinite, outputs=outputs)
+            assert_within(found.output, truth.output, bound.output)
+            assert found.output is not None
+            assert not found.output[:, [0, 3]].any()
+            if found.weights is not None:
+                assert_within(found.weights, truth.weights, bound.weights)
+                assert not found.weights[:, [0, 3]].any()
+        rows = weights(query, key, mask, lengths, None, infinite, **parameters)(slice(1, 4))
+        assert_within(rows, truth.weights[:, :, 1:4], bound.weights[:, :, 1:4])
+        for name, x in named.items():
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                named[name] = x.double()
+        planes = torch.arange(8).view(2, 4)
+        steps = softmax.steps(**named, sinks_H=infinite.double(), plane_BH=planes)
+        assert_within(steps["output"], truth.output, 1e-12)
+        assert not any(x.isnan().any() for x in steps.values())
+        assert torch.equal(steps["row_sums"][:, 0], torch.ones(2, L).double())
+
+
+@each("dtype", DTYPES)
 def test_zero_slopes_and_absent_sinks_change_nothing(dtype: torch.dtype) -> None:
     """A slope of 0 adds 0; a sink of -inf is no sink."""
     query, key, value = inputs_of(dtype)

@@ -29,7 +29,8 @@ class HeadTerms(NamedTuple):
 
     Attributes:
         slopes_H: slopes of ALiBi, in any floating dtype.
-        sinks_H: logits of the sinks, in any floating dtype. -inf is no sink.
+        sinks_H: logits of the sinks, in any floating dtype. -inf is no sink; beside inf, the
+            weights of all keys are 0.
     """
 
     slopes_H: Tensor | None
@@ -111,7 +112,8 @@ class HeadTerms(NamedTuple):
         top = top.clamp(min=torch.finfo(top.dtype).min)
         # the shift comes first: the largest logit is 0, and scaling cannot give inf - inf
         weights = times_power_of_2(scores_BHRS - top, grown).exp_()
-        share = times_power_of_2(sink - top, grown).exp()
+        below = (sink - top).masked_fill(sink == torch.inf, 0.0)  # inf - inf is NaN
+        share = times_power_of_2(below, grown).exp()
         total = weights.sum(-1, keepdim=True).add_(share)  # at least 1, the exponential of the top
         total.clamp_(min=1.0)
         return weights.div_(total), share / total

@@ -158,7 +158,8 @@ def attend(
     ALiBi adds slope * (j - p) to the score of key j, where p = i + query_offset is the position of
     query i (Press et al., Train Short, Test Long, arXiv:2108.12409, section 3). A sink is one more
     logit of each row, which has no value (OpenAI, gpt-oss Model Card, arXiv:2508.10925, section
-    2.2): A_ij = exp(s_ij) / (exp(sink) + sum_j exp(s_ij)).
+    2.2): A_ij = exp(s_ij) / (exp(sink) + sum_j exp(s_ij)). A sink of -inf is none; one of inf
+    leaves the keys a weight of 0.
 
     Args:
         query_BHLD: queries; H is a multiple of G, query head h reads key head h // (H / G).
@@ -300,7 +301,8 @@ def reference(
         top = np.maximum(top, sink)
         top = np.where(np.isneginf(top), 0, top)
         a = np.exp(s - top)
-        total = a.sum(axis=-1, keepdims=True) + np.exp(sink - top)
+        share = np.ones_like(top) if sink == np.inf else np.exp(sink - top)
+        total = a.sum(axis=-1, keepdims=True) + share
         a /= np.maximum(total, np.finfo(float).tiny)
         if dropout:
             a *= _kept(dropout, seed, b * H + h, L, valid) / (1 - dropout)
@@ -355,7 +357,9 @@ def steps(
     top = scores_BHLS.amax(-1, keepdim=True).maximum(sink_H11)
     top = top.masked_fill(top == -torch.inf, 0.0)
     exponentials = (scores_BHLS - top).exp()
-    sums = exponentials.sum(-1, keepdim=True) + (sink_H11 - top).exp()
+    # inf - inf is NaN: the exponential of a sink of inf is 1 beside keys of weight 0
+    share = (sink_H11 - top).exp().masked_fill(sink_H11 == torch.inf, 1.0)
+    sums = exponentials.sum(-1, keepdim=True) + share
     weights = last = exponentials / sums.masked_fill(sums == 0, 1.0)
     if dropout and plane_BH is not None:
         L, S = weights.shape[-2:]

@@ -76,7 +76,7 @@ def draw_run(
     Raises:
         ValueError: the arguments do not fit the run, or it has no weights.
     """
-    arrays = {name: to_raw(array).numpy() for name, array in outputs.items()}
+    arrays = {name: to_raw(array, name).numpy() for name, array in outputs.items()}
     is_stats = "entropy" in arrays
     drawn = arrays.get("entropy" if is_stats else "weights")
     rank = 1 if is_stats else 2
