@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
 __all__ = [
+    "PROTOCOL_ERROR",
     "ClientDisconnected",
     "DeadlineExceeded",
     "Forbidden",
@@ -33,6 +34,8 @@ __all__ = [
     "stopping",
 ]
 
+PROTOCOL_ERROR: Final = "qkv.protocol_error"
+"""Key of an ASGI scope: the error of a request that its server could not read."""
 
 _REASON_PHRASES: Final = {
     413: "Content Too Large",  # Python 3.11 has the phrases of RFC 7231 for 413 and 422

@@ -26,11 +26,12 @@ from support.service import Server, running_server
 
 pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
-LIVE: Final = b"GET /livez HTTP/1.1\r\nHost: here\r\n\r\n"
+LIVE: Final = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SQUARE: Final = [[1, 0], [0, 1]]
 BODY: Final = json.dumps({"inputs": dict.fromkeys(("query", "key", "value"), SQUARE)}).encode()
 RUN: Final = (
-    b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+    b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    % len(BODY)
 )
 
 
@@ -75,13 +76,13 @@ def lines_of(count: int, size: int = 10) -> bytes:
 def test_head_over_the_limit_gets_431(server: Server, start: bytes, lines: bytes) -> None:
     with connected(server) as connection:
         with contextlib.suppress(ConnectionError):
-            connection.sendall(start + b" HTTP/1.1\r\nHost: here\r\n" + lines + b"\r\n")
+            connection.sendall(start + b" HTTP/1.1\r\nHost: localhost\r\n" + lines + b"\r\n")
         problem = only(connection, 431)
     assert ("error" in problem) is start.endswith(b"infer")
     assert server.http.get("/livez").status_code == 200
 
 
-@pytest.mark.parametrize("start", [b"GET /", b"GET /livez HTTP/1.1\r\nHost: here\r\nX: "])
+@pytest.mark.parametrize("start", [b"GET /", b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: "])
 def test_endless_head_gets_431(server: Server, start: bytes) -> None:
     """The service buffers at most 1 MiB of a URL or a single header."""
     with connected(server) as connection:
@@ -103,7 +104,7 @@ def test_a_hundred_headers_are_accepted(server: Server) -> None:
 
 
 CHUNKED: Final = (
-    b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
 
 
@@ -114,12 +115,16 @@ def test_too_many_tiny_chunks_get_413(server: Server) -> None:
         assert "chunks" in only(connection, 413)["detail"]
 
 
-@pytest.mark.parametrize("last", [b"5;x=" + b"a" * 2_000_000, b"0\r\n" + lines_of(100_000)])
-def test_chunk_extensions_and_trailers_are_limited(server: Server, last: bytes) -> None:
+@pytest.mark.parametrize(
+    ("last", "status"), [(b"5;x=" + b"a" * 2_000_000, 413), (b"0\r\n" + lines_of(100_000), 431)]
+)
+def test_chunk_extensions_and_trailers_are_limited(
+    server: Server, last: bytes, status: int
+) -> None:
     with connected(server) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(CHUNKED + b"%x\r\n" % len(BODY) + BODY + b"\r\n" + last)
-        assert read_responses(connection)[-1][0] == 413
+        assert read_responses(connection)[-1][0] == status
 
 
 @pytest.mark.parametrize(
@@ -260,19 +265,19 @@ def test_many_pipelined_upgrade_requests_are_served(server: Server) -> None:
 @pytest.mark.parametrize(
     ("target", "status"),
     [
-        (b"http://here", 200),
-        (b"http://here?a=b", 200),
-        (b"HTTP://here:80?c", 200),
-        (b"http://here/livez", 200),
-        (b"http://here/nowhere", 404),
+        (b"http://localhost", 200),
+        (b"http://localhost?a=b", 200),
+        (b"HTTP://localhost:80?c", 200),
+        (b"http://localhost/livez", 200),
+        (b"http://localhost/nowhere", 404),
         (b"*", 404),
-        (b"here", 400),
+        (b"localhost", 400),
     ],
 )
 def test_absolute_form_targets(server: Server, target: bytes, status: int) -> None:
     """A target without a path means "/"."""
     with connected(server) as connection:
-        connection.sendall(b"GET %b HTTP/1.1\r\nHost: here\r\n\r\nrubbish\r\n\r\n" % target)
+        connection.sendall(b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\nrubbish\r\n\r\n" % target)
         assert read_responses(connection)[0][0] == status
 
 
@@ -392,9 +397,7 @@ def short_write_timeout(server: Server) -> Iterator[socket.socket]:
 
 def has(server: Server, connection: socket.socket) -> bool:
     """Returns True if the service still has the connection."""
-    return connection.getsockname() in [
-        found.client for found in list(server.http_server.connections)
-    ]
+    return connection.getsockname() in server.clients
 
 
 def size_of(received: bytes) -> int:
@@ -419,8 +422,9 @@ def test_connection_with_an_unread_large_response_is_closed(
         received = connection.recv(100)
         assert received.startswith(b"HTTP/1.1 200 ")
         wait_until(lambda: not has(server_with_write_timeout, connection))
-        while more := connection.recv(1 << 20):
-            received += more
+        with contextlib.suppress(ConnectionResetError):  # after what the kernel had received
+            while more := connection.recv(1 << 20):
+                received += more
     assert len(received) < size_of(received)
 
 
@@ -491,8 +495,8 @@ def test_bytes_after_the_response_are_limited(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the real limit is 256 MiB
-    monkeypatch.setattr("qkv.server.http_connection._MAX_IGNORED_BYTES", 1 << 20)
-    head = b"POST /v1/convert HTTP/1.1\r\nHost: here\r\nContent-Length: 999999999999\r\n\r\n"
+    monkeypatch.setattr("qkv.server.http_protocol._MAX_IGNORED_BYTES", 1 << 20)
+    head = b"POST /v1/convert HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n"
     with connected(server) as connection:
         connection.sendall(head)
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
@@ -515,7 +519,7 @@ def test_client_that_sends_all_first_gets_its_response(
 ) -> None:
     """Tests both values of Connection, with a body slower than the linger timeout."""
     size = 8 << 20
-    head = f"{start} HTTP/1.1\r\nHost: here\r\nConnection: {connection_header}\r\n"
+    head = f"{start} HTTP/1.1\r\nHost: localhost\r\nConnection: {connection_header}\r\n"
     with connected(server) as connection:
         connection.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode())
         for _ in range(8):
