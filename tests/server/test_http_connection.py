@@ -30,8 +30,8 @@ LIVE: Final = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SQUARE: Final = [[1, 0], [0, 1]]
 BODY: Final = json.dumps({"inputs": dict.fromkeys(("query", "key", "value"), SQUARE)}).encode()
 RUN: Final = (
-    b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-    % len(BODY)
+    b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\n"
+    b"Content-Length: %d\r\n\r\n" % len(BODY)
 )
 
 

@@ -118,7 +118,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells the application that the client is gone."""
-        self._state.connections.discard(self)  # type: ignore[arg-type]
+        self._state.connections.discard(self)
         assert self._timer is not None
         self._timer.cancel()
         self._parser = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -153,10 +153,12 @@ class _WorkerServer(uvicorn.Server):
         # in the last worker: the system refuses new connections
         await super().shutdown(sockets=[self._listening])
 
-    def _protocol_of(self, config: uvicorn.Config) -> partial[asyncio.BaseProtocol]:
+    def _protocol_of(self, config: uvicorn.Config) -> Callable[[], asyncio.BaseProtocol]:
+        """Returns what creates the protocol of a connection, as uvicorn does."""
         if not config.loaded:
             config.load()
-        return partial(config.http_protocol_class, config=config, server_state=self.server_state)
+        new_protocol: Any = config.http_protocol_class
+        return partial(new_protocol, config=config, server_state=self.server_state)
 
     def _on_supervisor_exit(self) -> None:  # nothing would stop or restart this worker
         asyncio.get_running_loop().remove_reader(self._parent_alive_fd)
