@@ -225,6 +225,44 @@ def test_malformed_request_gets_400_after_pending_responses(
         assert statuses == [200] * (each * count) + [400]
 
 
+@pytest.mark.parametrize(
+    ("sent", "problem"),
+    [
+        (b"GET / HTTP/x\r\n\r\n", "version"),
+        (b"G@T / HTTP/1.1\r\n\r\n", "method"),
+        (b"GET / HTTP/1.1\r\na b: c\r\n\r\n", "header"),
+        (CHUNKED + b"zz\r\n", "chunk"),
+    ],
+)
+def test_error_says_what_is_malformed(server: Server, sent: bytes, problem: str) -> None:
+    with connected(server) as connection:
+        connection.sendall(sent)
+        assert problem in only(connection, 400)["detail"]
+
+
+def test_host_of_an_absolute_target_counts(server: Server) -> None:
+    """RFC 9112, section 3.2.2."""
+    for target, host, status in (
+        (b"http://evil.example/livez", b"localhost", 403),
+        (b"http://localhost/livez", b"evil.example", 200),
+    ):
+        with connected(server) as connection:
+            connection.sendall(
+                b"GET %b HTTP/1.1\r\nHost: %b\r\nConnection: close\r\n\r\n" % (target, host)
+            )
+            assert [status for status, *_ in read_responses(connection)] == [status]
+
+
+@pytest.mark.parametrize("escaped", ["/v1/attention%2fsoftmax", "/v1%2Fattention/softmax"])
+def test_path_with_an_escaped_slash_does_not_exist(server: Server, escaped: str) -> None:
+    """A rule of a gateway about paths would not see the slash."""
+    head = RUN.replace(b"/v1/attention/softmax", escaped.encode())
+    with connected(server) as connection:
+        connection.sendall(head + BODY + RUN.replace(b"softmax", b"soft%6dax") + BODY)
+        connection.sendall(b"malformed\r\n\r\n")
+        assert [status for status, *_ in read_responses(connection)] == [404, 200, 400]
+
+
 @pytest.mark.parametrize("wait", [0, 0.2])
 def test_malformed_body_gets_400_after_pending_responses(server: Server, wait: float) -> None:
     """Its request gets 400, earlier requests get their responses."""
