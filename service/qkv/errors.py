@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
 __all__ = [
+    "PROTOCOL_ERROR",
     "TYPE_PREFIX",
     "ClientDisconnected",
     "DeadlineExceeded",
@@ -34,6 +35,8 @@ __all__ = [
     "stopping",
 ]
 
+PROTOCOL_ERROR: Final = "qkv.protocol_error"
+"""Key of an ASGI scope: the error of a request that its server could not read."""
 
 TYPE_PREFIX: Final = "urn:qkv:problem:"
 """The beginning of the type of every problem of qkv."""

@@ -118,13 +118,13 @@ def test_key_of_every_request_on_a_connection_is_checked(
 ) -> None:
     """Also after the same request with a key on the same connection."""
     run_jobs: list[Job] = []
-    run_inline = Engine.run_inline
+    submit_small = Engine.submit_small
 
-    def counted(engine: Engine, job: Job) -> Any:
+    def counted(engine: Engine, job: Job, **options: Any) -> Any:
         run_jobs.append(job)
-        return run_inline(engine, job)
+        return submit_small(engine, job, **options)
 
-    monkeypatch.setattr(Engine, "run_inline", counted)
+    monkeypatch.setattr(Engine, "submit_small", counted)
     body, length = encode_body(random_inputs(0))
 
     def status(connection: socket.socket, *lines: str) -> bytes:
@@ -149,18 +149,18 @@ def test_key_of_every_request_on_a_connection_is_checked(
 
 
 def test_request_is_rejected_before_its_body(guarded: Server) -> None:
-    head = f"POST /v1/convert HTTP/1.1\r\nHost: here\r\nContent-Length: {1 << 20}\r\n\r\n"
+    head = f"POST /v1/convert HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 20}\r\n\r\n"
     with socket.create_connection(guarded.address, TIMEOUT_S) as connection:
         connection.sendall(head.encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
 
 
-def test_fastapi_app_itself_checks_keys(guarded: Server) -> None:
-    """A server may serve `app` instead of `app.state.asgi`."""
+def test_application_itself_checks_keys(guarded: Server) -> None:
+    """Without a server of this package."""
 
     async def ask(headers: dict[str, str]) -> int:
         transport = httpx.ASGITransport(guarded.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             return (await http.get("/v1/variants", headers=headers)).status_code
 
     assert asyncio.run(ask({})) == 401

@@ -35,7 +35,9 @@ def cases() -> list[Case]:
     return [drawn[4 * i + j] for i in order for j in range(4)]
 
 
-HEAD: Final = b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
+HEAD: Final = (
+    b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+)
 
 
 @functools.cache

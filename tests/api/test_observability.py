@@ -227,7 +227,7 @@ def test_request_log_has_a_line_for_each_request(tmp_path: Path) -> None:
         (b"GET /livez HTTP/1.1\r\nHost: a\r\n", 408, "request-timeout", "GET", "/livez"),
         (b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\n"
          b"Content-Length: 9\r\n\r\n{", 408, "request-timeout", "POST", PATH),
-        (b"POST http://a/v1/attention/soft%6dax HTTP/1.1\r\nHost: localhost\r\n"
+        (b"POST http://localhost/v1/attention/soft%6dax HTTP/1.1\r\nHost: localhost\r\n"
          b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "malformed-request", "POST",
          "/v1/attention/soft%6dax"),
         (b"POST http://a/v2/models/softmax/infer HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400,

@@ -74,7 +74,9 @@ def test_large_declared_body_is_rejected_before_it_is_sent(
 ) -> None:
     limit = server.runtime.settings.max_body_bytes
     with socket.create_connection(server.address, TIMEOUT_S) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: here\r\n{expect}Content-Length: {10**12}\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{expect}Content-Length: {10**12}\r\n\r\n"
+        )
         connection.sendall(head.encode())
         response = connection.recv(65536).decode()
     assert response.startswith("HTTP/1.1 413 ")
@@ -87,7 +89,7 @@ def test_body_larger_than_memory_is_rejected(serve: Callable[..., Server]) -> No
     headers = {"Content-Type": "application/vnd.safetensors", "Content-Length": str(1 << 60)}
     with socket.create_connection(server.address, TIMEOUT_S) as connection:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        head = f"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\n{lines}\r\n"
+        head = f"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\n{lines}\r\n"
         connection.sendall(head.encode() + bytes(8))
         response = connection.recv(65536).decode()
     assert response.startswith("HTTP/1.1 413 ")
@@ -100,7 +102,7 @@ def test_large_chunked_body_is_rejected_while_it_is_received(
 ) -> None:
     server = serve(max_body_bytes=1000)
     with socket.create_connection(server.address, TIMEOUT_S) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         connection.sendall(head.encode())
         for _ in range(11):
             connection.sendall(b"64\r\n" + b" " * 100 + b"\r\n")
@@ -161,7 +163,7 @@ def test_full_queue_is_503_with_retry_after(serve: Callable[..., Server]) -> Non
 
 def test_client_disconnect_frees_the_queue(server: Server) -> None:
     body = json.dumps(EXAMPLE).encode()
-    head = "POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\n"
+    head = "POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\n"
     with server.hold():
         with socket.create_connection(server.address, TIMEOUT_S) as connection:
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

@@ -163,7 +163,7 @@ def encode_native(codec: Any, tensors: Mapping[str, RawTensor], path: str, **fie
     message = Message(fields, dict(tensors), encoding="base64")
     body = b"".join(codec.encode(message, "inputs"))
     head = [
-        f"POST {path} HTTP/1.1", "Host: here", f"Content-Type: {codec.MEDIA_TYPE}",
+        f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Type: {codec.MEDIA_TYPE}",
         f"Content-Length: {len(body)}",
     ]  # fmt: skip
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body

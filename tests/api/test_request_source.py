@@ -30,9 +30,7 @@ PAGE: Final = "https://pages.example"
 @pytest.fixture(scope="module")
 def local() -> Iterator[Server]:
     """A service on a loopback address, with one allowed origin and one allowed host."""
-    with running_server(
-        bound=("127.0.0.1", 8000), cors_origins=PAGE, allowed_hosts="attention.example, [fd00::1]"
-    ) as server:
+    with running_server(cors_origins=PAGE, allowed_hosts="attention.example, [fd00::1]") as server:
         yield server
 
 
@@ -128,41 +126,59 @@ def test_other_hosts_are_refused_on_every_path(local: Server, host: str) -> None
         assert is_refused(local.http.post(path, json=BODY, headers=headers))
 
 
-def status_without_server(app: FastAPI, host: str, asgi: Any = None) -> int:
-    """Returns the status of a request to an application that no server of this package serves."""
+def status_of_host(app: FastAPI, host: str, address: str | None = "127.0.0.1") -> int:
+    """Returns the status of a request whose connection arrives at an address; None: not known."""
+
+    async def asgi(scope: Any, receive: Any, send: Any) -> None:
+        server = None if address is None else (address, 8000)
+        await app({**scope, "server": server}, receive, send)
 
     async def send() -> int:
-        transport = httpx.ASGITransport(asgi or app)
+        transport = httpx.ASGITransport(asgi)
         async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
             return (await http.get("/v1/variants")).status_code
 
     return asyncio.run(send())
 
 
-@pytest.mark.parametrize("address", [None, "0.0.0.0", "::", "10.0.0.1"])
-def test_allowed_hosts_decide_on_other_addresses(address: str | None) -> None:
+@pytest.mark.parametrize("address", [None, "10.0.0.1", "::ffff:10.0.0.1", "fd00::1"])
+def test_every_name_is_served_at_other_addresses(address: str | None) -> None:
     """Probes by the address of a pod, compose and ingress keep working."""
-    bound = None if address is None else (address, 8000)
-    every = create_app(Settings(device="cpu"), bound=bound)
-    some = create_app(Settings(device="cpu", allowed_hosts="a.example"), bound=bound)
-    star = create_app(Settings(device="cpu", allowed_hosts="*"), bound=("127.0.0.1", 8000))
-    for app, host, status in (
-        *((every, "evil.example", 200), (every, "10.0.0.1", 200), (star, "evil.example", 200)),
-        *((some, "a.example", 200), (some, "localhost", 200), (some, "evil.example", 403)),
-    ):
-        assert status_without_server(app, host) == status
-        assert status_without_server(app, host, app.state.asgi) == status
+    for host in ("127.0.0.1", "0.0.0.0", "::"):
+        app = create_app(Settings(device="cpu", host=host))
+        assert status_of_host(app, "evil.example", address) == 200
+        assert status_of_host(app, "10.0.0.1", address) == 200
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("127.0.0.1", 403), ("localhost", 403), ("a.name", 403), ("0.0.0.0", 200), ("10.0.0.1", 200)],
+)
+def test_connection_decides_unless_the_setting_is_another_address(
+    address: str, host: str, status: int
+) -> None:
+    """A proxy of the same machine reaches a service on all addresses by any name."""
+    app = create_app(Settings(device="cpu", host=host))
+    assert status_of_host(app, "evil.example", address) == status
+    assert status_of_host(app, "localhost", address) == 200
+
+
+def test_allowed_hosts_decide_everywhere() -> None:
+    some = create_app(Settings(device="cpu", allowed_hosts="a.example", host="0.0.0.0"))
+    star = create_app(Settings(device="cpu", allowed_hosts="*"))
+    for address in (None, "127.0.0.1", "10.1.2.3"):
+        assert status_of_host(some, "a.example", address) == 200
+        assert status_of_host(some, "localhost", address) == 200
+        assert status_of_host(some, "evil.example", address) == 403
+        assert status_of_host(star, "evil.example", address) == 200
 
 
 def test_address_of_the_connection_is_served() -> None:
     """Probes and Prometheus use the address of a pod, which the operator does not know."""
-    app = create_app(Settings(device="cpu", allowed_hosts="a.example"), bound=("0.0.0.0", 8000))
-
-    async def asgi(scope: Any, receive: Any, send: Any) -> None:
-        await app.state.asgi({**scope, "server": ("10.1.2.3", 8000)}, receive, send)
-
-    assert status_without_server(app, "10.1.2.3:8000", asgi) == 200
-    assert status_without_server(app, "10.1.2.4:8000", asgi) == 403
+    app = create_app(Settings(device="cpu", allowed_hosts="a.example", host="0.0.0.0"))
+    assert status_of_host(app, "10.1.2.3:8000", "10.1.2.3") == 200
+    assert status_of_host(app, "10.1.2.4:8000", "10.1.2.3") == 403
 
 
 def test_process_on_a_loopback_address_serves_only_its_names(process: Process) -> None:

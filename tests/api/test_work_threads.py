@@ -64,7 +64,7 @@ def test_work_of_clients_that_leave_ends_and_runs_do_not_wait(
         work = EndlessWork(patch, path)
 
         body = json.dumps(BODIES[path])
-        head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         for _ in range(clients):
             leaving.enter_context(socket.create_connection(server.address, TIMEOUT_S)).sendall(
                 (head + body).encode()

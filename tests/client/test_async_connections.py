@@ -27,7 +27,7 @@ async def _attend(client: AsyncClient, seed: int) -> Any:
 
 def _ports(server: Server) -> set[int]:
     """Returns the port of the client's end of each open connection."""
-    return {c.client[1] for c in list(server.http_server.connections) if c.client is not None}
+    return {port for _, port in server.clients}
 
 
 def test_each_of_many_tasks_gets_its_own_response(serve: Serve) -> None:

@@ -124,7 +124,7 @@ def test_body_that_outgrows_the_queue_gets_503_while_it_arrives(
     """Its length is not declared, or its compressed length says little about its size."""
     server = serve(max_queue_bytes=1 << 21)
     content = COMPRESSIONS[coding](bytes(4 << 20))
-    head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Encoding: {coding}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: {coding}\r\n"
     if coding == "identity":
         head += f"Transfer-Encoding: chunked\r\n\r\n{len(content):x}\r\n"
     else:
@@ -214,7 +214,7 @@ def test_conversions_count_from_their_head_to_their_response(
         assert converting.wait(TIMEOUT_S)
         assert server.engine.admission.incoming.requests == 1
         assert server.engine.admission.incoming.bytes > len(content)
-        head = "POST /v1/convert HTTP/1.1\r\nHost: here\r\nContent-Length: 99\r\n\r\n"
+        head = "POST /v1/convert HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
         receiving.sendall(head.encode())
         wait_until(lambda: server.engine.admission.incoming.requests == 2)
         for response in (send_request(), post(server.url, body())):

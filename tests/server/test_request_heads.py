@@ -59,7 +59,7 @@ def test_requests_on_one_connection_may_be_cut_anywhere(server: Server, others: 
         assert caller.read_response()[2] == caller.read_response()[2] == output
         caller.send(request[40:])
         assert caller.read_response()[2] == output
-        caller.send(b"GET /livez HTTP/1.1\r\nHost: here\r\n\r\n")
+        caller.send(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert caller.body()
         for _ in range(2):
             caller.send(request)

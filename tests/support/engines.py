@@ -103,7 +103,6 @@ def hold(engine: Engine) -> Iterator[None]:
     """
     with (
         hold_device_thread(engine),
-        patch.object(engine, "run_inline", lambda _: None),
         patch.object(engine, "submit_small", lambda *_, **__: None),
     ):
         yield

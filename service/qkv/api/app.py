@@ -67,10 +67,9 @@ __all__ = [
     "create_app",
     "load_layers",
     "new_device_process",
-    "new_metrics_asgi",
+    "new_metrics_app",
     "new_shared_state",
     "queue_limits",
-    "running",
 ]
 
 _LOG_INTERVAL_S: Final = 0.1  # seconds between writes of the request log
@@ -105,20 +104,17 @@ def create_app(
     settings: Settings | None = None,
     worker: WorkerState | None = None,
     remote: JobExecutor | None = None,
-    bound: tuple[str, int] | None = None,
     layers: LoadedLayers | None = None,
     api_keys: ValidApiKeys | None = None,
 ) -> FastAPI:
     """Returns the service as an ASGI application.
 
-    `app.state.runtime` is its `Runtime`, and `app.state.routes` has its routes. A server may serve
-    `app.state.asgi`: it saves two calls.
+    `app.state.runtime` is its `Runtime`, and `app.state.routes` has its routes.
 
     Args:
         settings: None reads them from the environment.
         worker: this process's part of the shared state; None: this is the only process.
         remote: the engine of the device processes; None: this process has an engine of its own.
-        bound: address and port of the server's socket, as for `SourceRules`.
         layers: that requests may name; None loads the checkpoints of the settings.
         api_keys: that requests may have; None reads those of the settings.
 
@@ -141,13 +137,13 @@ def create_app(
         description=document.DESCRIPTION,
         openapi_tags=document.TAGS,
         license_info={"name": "Apache 2.0", "identifier": "Apache-2.0"},
-        lifespan=lambda _: running(runtime),
+        lifespan=lambda _: _running(runtime),
         redirect_slashes=False,
     )
     direct, routes = _add_routes(app, runtime)
     app.state.runtime, app.state.routes = runtime, routes
     # FastAPI calls this in place of its own middleware
-    app.middleware_stack = app.state.asgi = _new_asgi(app, runtime, direct, bound)
+    app.middleware_stack = _new_asgi(app, runtime, direct)
     _set_document(app, routes, is_guarded=runtime.api_keys is not None)
     return app
 
@@ -208,7 +204,7 @@ def _add_variants(settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def running(runtime: Runtime) -> AsyncIterator[None]:
+async def _running(runtime: Runtime) -> AsyncIterator[None]:
     """Runs the engine and the background tasks of a process while its server runs."""
     engine, worker = runtime.engine, runtime.worker
     engine.start()
@@ -271,34 +267,32 @@ def _api_routes(*routers: APIRouter) -> list[APIRoute]:
     return [r for router in routers for r in router.routes if isinstance(r, APIRoute)]
 
 
-def _new_asgi(
-    app: FastAPI, runtime: Runtime, direct: dict[str, Endpoint], bound: tuple[str, int] | None
-) -> ASGIApp:
+def _new_asgi(app: FastAPI, runtime: Runtime, direct: dict[str, Endpoint]) -> ASGIApp:
     """Returns the way of a request: from its record through its checks to its endpoint."""
     asgi: ASGIApp = Dispatcher(app, direct, runtime.worker)
     if runtime.api_keys is not None:
         asgi = ApiKeyMiddleware(asgi, runtime.api_keys, error_response)
-    return _observed(asgi, runtime, bound)
+    return _observed(asgi, runtime)
 
 
-def new_metrics_asgi(runtime: Runtime, bound: tuple[str, int] | None) -> ASGIApp:
+def new_metrics_app(runtime: Runtime) -> FastAPI:
     """Returns an application with GET /metrics alone, which needs no key.
 
     Args:
         runtime: that of the service.
-        bound: address and port of its socket, as for `create_app`.
     """
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.include_router(metrics.router(runtime.worker.shared_state, runtime.engine.device_name))
-    return _observed(Dispatcher(app, {}, runtime.worker), runtime, bound)
+    app.middleware_stack = _observed(Dispatcher(app, {}, runtime.worker), runtime)
+    return app
 
 
-def _observed(asgi: ASGIApp, runtime: Runtime, bound: tuple[str, int] | None) -> ASGIApp:
+def _observed(asgi: ASGIApp, runtime: Runtime) -> ASGIApp:
     """Returns an application that checks the source of a request, and records it before that."""
     settings = runtime.settings
-    rules = SourceRules(settings.origins, settings.hosts, settings.host, bound)
+    rules = SourceRules(settings.origins, settings.hosts, settings.host)
     checked = RequestSourceMiddleware(_allow_origins(asgi, settings.origins), rules, error_response)
-    return ObservabilityMiddleware(checked, runtime.observer)
+    return ObservabilityMiddleware(checked, runtime.observer, error_response)
 
 
 def _allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:

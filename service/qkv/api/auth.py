@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qkv.api.endpoints.open_inference_models import HEALTH_PATHS
 from qkv.api.endpoints.playground import PATHS
-from qkv.api.server_request import server_request
+from qkv.api.request_record import record_of
 from qkv.api_keys import ValidApiKeys
 from qkv.engine.tenant import Tenant
 from qkv.errors import QkvError, Unauthorized
@@ -90,7 +90,7 @@ class ApiKeyMiddleware:
         if scope["type"] == "http":
             tenant = self._api_keys.find(scope["headers"])
             if tenant is not None:
-                server_request(scope).tenant = tenant
+                record_of(scope).tenant = tenant
             elif scope["path"] not in PUBLIC_PATHS:
                 app = self._error_response(Unauthorized(), scope["path"])
         return await app(scope, receive, send)

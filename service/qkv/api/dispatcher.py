@@ -43,7 +43,9 @@ class Dispatcher:
         if scope["type"] != "http":
             await self._router(scope, receive, send)
             return
-        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        endpoint = None
+        if scope["method"] == "POST" and b"%" not in scope.get("raw_path", b""):
+            endpoint = self._endpoints.get(scope["path"])
         try:
             if endpoint is None:
                 await self._route(scope, receive, send)
@@ -63,6 +65,9 @@ class Dispatcher:
             self._worker.add_in_flight(-1)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if b"%2f" in scope.get("raw_path", b"").lower():
+            # it is not the slash that the decoded path has, and a gateway's rules tell them apart
+            raise HTTPException(404)
         scope["app"] = self._app
         if scope["method"] == "HEAD":  # the server leaves out the body of the response
             scope = {**scope, "method": "GET"}

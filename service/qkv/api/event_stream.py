@@ -13,8 +13,8 @@ from typing import Any, Final
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from qkv.api.job_runner import until_disconnect
 from qkv.api.observability import record_error, request_id
-from qkv.api.server_request import ServerRequest, server_request
 from qkv.errors import ClientDisconnected, Internal, QkvError, stopping
 from qkv.wire import json
 
@@ -48,24 +48,24 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        request = server_request(scope)
+        watch = asyncio.create_task(until_disconnect(receive))
         try:
-            while (event := await self._next(request, send)) is not None:
+            while (event := await self._next(watch, send)) is not None:
                 await _send_chunk(send, _encode(event))
         except asyncio.CancelledError:  # the drain has timed out
             await _send_chunk(send, _encode(error_event(stopping())))
         finally:
+            watch.cancel()
             await self._events.aclose()
         await send({"type": "http.response.body", "body": b""})
 
-    async def _next(self, request: ServerRequest, send: Send) -> Event | None:
+    async def _next(self, watch: asyncio.Task[None], send: Send) -> Event | None:
         """Returns the next event; None if there is none, or the client has disconnected."""
-        next_event = asyncio.ensure_future(_next_or_none(self._events))
-        request.call_on_disconnect(next_event.cancel)
+        next_event = asyncio.create_task(_next_or_none(self._events))
         try:
-            while not (await asyncio.wait((next_event,), timeout=HEARTBEAT_S))[0]:
+            while not await _first_done(next_event, watch):
                 await _send_chunk(send, _HEARTBEAT)
-            if request.disconnected:
+            if not next_event.done():
                 record_error(ClientDisconnected("the client disconnected before the last event"))
                 return None
             return next_event.result()
@@ -75,7 +75,6 @@ class EventStreamResponse(Response):
                 Internal("internal error; it was logged with the id in X-Request-ID")
             )
         finally:
-            request.call_on_disconnect(None)
             next_event.cancel()
             await asyncio.wait((next_event,))  # until the generator has released its resources
 
@@ -88,6 +87,12 @@ def error_event(error: QkvError) -> Event:
 
 async def _next_or_none(events: AsyncGenerator[Event, None]) -> Event | None:
     return await anext(events, None)
+
+
+async def _first_done(*tasks: asyncio.Task[Any]) -> set[asyncio.Task[Any]]:
+    """Returns the tasks that end first; none if a heartbeat is due before."""
+    done, _ = await asyncio.wait(tasks, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+    return done
 
 
 async def _send_chunk(send: Send, chunk: bytes) -> None:

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from fastapi import Request
+from starlette.types import Receive
 
 from qkv.api.observability import current_tenant, record_times
 from qkv.api.request_body import in_thread_if_large
-from qkv.api.server_request import headers_of, server_request
+from qkv.api.request_record import headers_of, record_of
 from qkv.engine.admission import Admission
 from qkv.engine.job_executor import JobExecutor
 from qkv.engine.result import Result
-from qkv.errors import ClientDisconnected, DeadlineExceeded, MalformedRequest, format_value
+from qkv.errors import (
+    ClientDisconnected,
+    DeadlineExceeded,
+    MalformedRequest,
+    QkvError,
+    format_value,
+)
 from qkv.jobs.job import Job
 from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
 from qkv.jobs.plan import Limits, Plan
@@ -30,6 +38,7 @@ __all__ = [
     "JobRunner",
     "cancel_on_disconnect",
     "job_limits",
+    "until_disconnect",
 ]
 
 _T = TypeVar("_T")
@@ -71,11 +80,11 @@ class JobRunner:
             ServiceUnavailable: the limits are reached.
             TooManyRequests: the share of the request's key is.
         """
-        server = server_request(request.scope)
-        declared = int(server.headers.get(b"content-length", 0))
+        record = record_of(request.scope)
+        declared = int(record.headers.get(b"content-length", 0))
         # a body that is too large gets 413 later, even if the queue is full
         size = declared if declared <= self._max_body_bytes else 0
-        return self._engine.admission.admit(size, server.tenant)
+        return self._engine.admission.admit(size, record.tenant)
 
     async def new_job(self, variant: str, message: Message, kind: type[Plan] = Plan) -> Job:
         """Validates a request.
@@ -121,10 +130,7 @@ class JobRunner:
         is_late = wait_s is not None and time.perf_counter() - received_at >= wait_s
         result = None
         if job.plan.is_small and not is_late:
-            if server_request(request.scope).is_alone:
-                result = self._engine.run_inline(job)
-            else:
-                result = await self._run_small(request, received_at, job, wait_s)
+            result = await self._run_small(request, received_at, job, wait_s)
         if result is None:
             result = await self._run_queued(request, received_at, job, priority, wait_s)
         result.times.total_s = time.perf_counter() - received_at
@@ -228,14 +234,25 @@ async def cancel_on_disconnect(request: Request, future: asyncio.Future[_T]) -> 
     Raises:
         ClientDisconnected: the client disconnected.
     """
-    server = server_request(request.scope)
-    server.call_on_disconnect(future.cancel)
+    watch: asyncio.Task[None] | None = None
     try:
+        await asyncio.sleep(0)  # small jobs run in this turn of the event loop
+        if not future.done():
+            watch = asyncio.create_task(until_disconnect(request.receive))
+            watch.add_done_callback(lambda _: future.cancel())
         return await future
     except asyncio.CancelledError:
-        if server.disconnected and future.cancelled():
+        if watch is not None and watch.done() and future.cancelled():
             raise ClientDisconnected(_DISCONNECTED) from None
         raise
     finally:
-        server.call_on_disconnect(None)
         future.cancel()
+        if watch is not None:
+            watch.cancel()
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Waits until the client disconnects, or sends a malformed body that nobody reads."""
+    with suppress(QkvError):
+        while (await receive())["type"] != "http.disconnect":
+            pass

@@ -1,8 +1,4 @@
-"""Observability of every request: an id, metrics, and optionally a log line and a span.
-
-`ObservabilityMiddleware` observes requests that ASGI handles; connections report the others to
-`RequestObserver`.
-"""
+"""Observability of every request: an id, metrics, and optionally a log line and a span."""
 
 from __future__ import annotations
 
@@ -10,19 +6,19 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import unquote
 
 import orjson
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.api.endpoints.open_inference_catalogue import LAYER_VARIANT
-from qkv.api.server_request import ProtocolError, ServerRequest, server_request
+from qkv.api.request_record import RequestRecord, record_of
 from qkv.engine.tenant import ANYONE, Tenant
-from qkv.errors import QkvError, TooManyRequests
+from qkv.errors import PROTOCOL_ERROR, QkvError, TooManyRequests
 from qkv.jobs.plan import Plan
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.metrics import OTHER, UNKNOWN, MetricsRecorder
@@ -54,7 +50,7 @@ _MAX_PATH_LENGTH: Final = 512  # in a log line
 _ERROR_NAMES: Final = {kind.status: kind.name for kind in QkvError.__subclasses__()}
 
 
-_current: ContextVar[ServerRequest | None] = ContextVar("qkv.request", default=None)
+_current: ContextVar[RequestRecord | None] = ContextVar("qkv.request", default=None)
 
 
 def record_error(error: QkvError) -> None:
@@ -121,9 +117,8 @@ class RequestObserver:
         self._is_silent = log is None and traces is None
         self._prefix = os.urandom(8).hex().encode()
         self._numbers = itertools.count(1)
-        self.received = metrics_recorder.add_request_bytes
 
-    def id_of(self, request: ServerRequest) -> bytes:
+    def id_of(self, request: RequestRecord) -> bytes:
         """Returns the id of a request: its client's, or a new one if that is malformed."""
         if request.id is None:
             given = request.headers.get(REQUEST_ID_HEADER)
@@ -133,36 +128,18 @@ class RequestObserver:
                 request.id = b"%b%08x" % (self._prefix, next(self._numbers))
         return request.id
 
-    def record_protocol_error(
-        self,
-        method: str,
-        path: str,
-        request: ServerRequest,
-        protocol_error: ProtocolError,
-    ) -> None:
-        """Records a request that did not reach ASGI: it was malformed, or too slow."""
-        label, (error, sent_bytes) = self._variant_label(method, unquote(path)), protocol_error
-        self._metrics_recorder.record_response(label, error.name, 0.0, sent_bytes, None)
-        if not self._is_silent:
-            name = None if label == OTHER else label
-            details = (name, error.status, error.name, None, sent_bytes)
-            line = _new_line(request.headers, self.id_of(request), method, path, *details)
-            self._log_and_trace(line, request, 0.0, None)
-
-    def record_end(self, scope: Scope, request: ServerRequest) -> None:
+    def record_end(self, scope: Scope, request: RequestRecord) -> None:
         """Records a request that ASGI handled. Does nothing the second time."""
-        if request.is_recorded:
+        if request.is_ended:
             return
-        request.is_recorded = True
+        request.is_ended = True
         seconds = time.perf_counter() - request.received_at
         label = request.variant or self._variant_label(scope["method"], scope["path"])
         outcome = request.error_name
-        if (protocol_error := request.protocol_error) is not None:
-            error, request.sent_bytes = protocol_error
-            request.status, outcome = error.status, error.name
-        elif outcome is None:
+        if outcome is None:
             is_ok = 200 <= request.status < 400
             outcome = "ok" if is_ok else _ERROR_NAMES.get(request.status, "internal")
+        self._metrics_recorder.add_request_bytes(request.received_bytes)
         self._metrics_recorder.record_response(
             label, outcome, seconds, request.sent_bytes, request.times
         )
@@ -187,7 +164,7 @@ class RequestObserver:
             self._log_and_trace(line, request, seconds, route)
 
     def _log_and_trace(
-        self, line: dict[str, Any], request: ServerRequest, seconds: float, route: str | None
+        self, line: dict[str, Any], request: RequestRecord, seconds: float, route: str | None
     ) -> None:
         if self._traces is not None:
             trace = self._traces.add(line, request.headers, seconds, route)
@@ -206,15 +183,28 @@ class RequestObserver:
 
 
 class ObservabilityMiddleware:
-    """A middleware that observes all requests of an application."""
+    """A middleware that observes all requests of an application.
 
-    def __init__(self, app: ASGIApp, observer: RequestObserver) -> None:
-        self._app, self._observer = app, observer
+    It answers those that the server could not read, so that they are recorded as the others are.
+
+    Args:
+        app: the application.
+        observer: records the requests.
+        error_response: returns the response for an error at a path.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        observer: RequestObserver,
+        error_response: Callable[[QkvError, str], Response],
+    ) -> None:
+        self._app, self._observer, self._error_response = app, observer, error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        request = server_request(scope)
+        request = record_of(scope)
         id = self._observer.id_of(request)
         _current.set(request)  # each request has a task and a context of its own
 
@@ -229,8 +219,11 @@ class ObservabilityMiddleware:
                     self._observer.record_end(scope, request)
             await send(message)
 
+        app = self._app
+        if (error := scope.get(PROTOCOL_ERROR)) is not None:
+            app = self._error_response(error, scope["path"])
         try:
-            await self._app(scope, receive, send_observed)
+            await app(scope, receive, send_observed)
         finally:
             # if the client disconnected, or the application failed
             self._observer.record_end(scope, request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from qkv.api.compressed_body import decompress, is_compressed
-from qkv.api.server_request import Header, server_request
+from qkv.api.request_record import Header, RequestRecord, headers_of, record_of
 from qkv.errors import ClientDisconnected, PayloadTooLarge, UnsupportedMediaType
 from qkv.wire import Codec, for_accept, for_content_type, json
 from qkv.wire.message import Message
@@ -73,7 +73,7 @@ async def read_message(
         PayloadTooLarge: the body exceeds `limit`, as declared, received, or decompressed.
         MalformedRequest, InvalidContent: from the codec.
     """
-    headers = server_request(request.scope).headers
+    headers = headers_of(request.scope)
     codec = for_content_type(_text(headers.get(b"content-type")))
     response_codec = for_accept(_text(headers.get(b"accept")), codec)
     whole = await read_body(request, limit, codec.aligned_offset, grow)
@@ -151,31 +151,36 @@ async def read_body(
         MalformedRequest: the body cannot be decompressed.
         ClientDisconnected: the client disconnected during the body.
     """
-    server = server_request(request.scope)
-    has_coding = is_compressed(server.headers)
-    declared = None
-    if (length := server.headers.get(b"content-length")) is not None:
-        declared = int(length)  # the server has checked that it is a number
-        if declared > limit:
-            raise PayloadTooLarge(
-                f"the body is too large: got {declared} bytes, expected at most {limit}",
-                limit=limit,
-            )
-    if declared and not has_coding:
-        head = await server.peek(_HEAD_BYTES)
-        at = None if head is None else aligned_offset(head)
-        if at is not None:
-            buffer = _new_aligned_buffer(declared, at)
-            if not await server.read_into(buffer):
-                raise ClientDisconnected(_DISCONNECTED)
-            return buffer
-    chunks = _receive_chunks(request.receive, limit, grow if declared is None else None)
+    record = record_of(request.scope)
+    has_coding = is_compressed(record.headers)
+    declared = _declared_bytes(record.headers, limit)
+    chunks = _receive_chunks(
+        request.receive, record, declared or limit, grow if declared is None else None
+    )
     if has_coding:
         pieces = await decompress(chunks, limit, grow)
-    else:
+    elif declared is None:
         pieces = [chunk async for chunk in chunks]
+    else:
+        return await _fill(chunks, declared, aligned_offset)
     size = sum(map(len, pieces))
     return await in_thread_if_large(size, lambda: _join_aligned(pieces, aligned_offset))
+
+
+def _declared_bytes(headers: Mapping[bytes, bytes], limit: int) -> int | None:
+    """Returns the size of a body as its Content-Length has it; None: there is no such header.
+
+    Raises:
+        PayloadTooLarge: it exceeds the limit.
+    """
+    if (length := headers.get(b"content-length")) is None:
+        return None
+    declared = int(length)  # the server has checked that it is a number
+    if declared > limit:
+        raise PayloadTooLarge(
+            f"the body is too large: got {declared} bytes, expected at most {limit}", limit=limit
+        )
+    return declared
 
 
 def _text(value: bytes | None) -> str | None:
@@ -183,17 +188,17 @@ def _text(value: bytes | None) -> str | None:
 
 
 async def _receive_chunks(
-    receive: Receive, limit: int, count: Callable[[int], None] | None
-) -> AsyncIterator[bytes]:
+    receive: Receive, record: RequestRecord, limit: int, count: Callable[[int], None] | None
+) -> AsyncGenerator[bytes, None]:
     """Yields the parts of a body."""
-    size, more = 0, True
+    more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected(_DISCONNECTED)
         chunk, more = message.get("body", b""), message.get("more_body", False)
-        size += len(chunk)
-        if size > limit:
+        record.received_bytes += len(chunk)
+        if record.received_bytes > limit:
             raise PayloadTooLarge(
                 f"the body is too large: got more than {limit} bytes", limit=limit
             )
@@ -201,6 +206,24 @@ async def _receive_chunks(
             count(len(chunk))
         if chunk:
             yield chunk
+
+
+async def _fill(
+    chunks: AsyncGenerator[bytes, None], size: int, aligned_offset: Callable[[bytes], int | None]
+) -> bytes | memoryview:
+    """Reads a body of a declared size into one buffer, so that it is in memory once."""
+    head = b""
+    while len(head) < min(size, _HEAD_BYTES):
+        head += await anext(chunks)
+    if (at := aligned_offset(head[:_HEAD_BYTES])) is None:
+        pieces = [head, *[chunk async for chunk in chunks]]
+        return await in_thread_if_large(size, lambda: b"".join(pieces))
+    buffer, filled_bytes = _new_aligned_buffer(size, at), len(head)
+    buffer[:filled_bytes] = head
+    async for chunk in chunks:
+        buffer[filled_bytes : filled_bytes + len(chunk)] = chunk
+        filled_bytes += len(chunk)
+    return buffer
 
 
 def _join_aligned(

@@ -14,7 +14,7 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from qkv.api.server_request import headers_of
+from qkv.api.request_record import headers_of
 from qkv.errors import Forbidden, QkvError
 
 __all__ = ["RequestSourceMiddleware", "SourceRules"]
@@ -34,10 +34,9 @@ class SourceRules:
     Args:
         origins: the allowed origins besides the service's own; `*`: every origin.
         hosts: the served names, besides those of this machine; `*`: every name.
-        bound_host: the name or address that the server listens on.
-        bound: address and port of its socket; None: unknown, since another server runs the
-            application. Every name is served then, and on an address that is not a loopback
-            address, unless there are `hosts`.
+        bound_host: the name or address of the settings. Unless there are `hosts`, every name is
+            served if this is not a loopback address, or the connection arrives at one that is not:
+            the server may be told another address than the settings.
     """
 
     def __init__(
@@ -45,16 +44,13 @@ class SourceRules:
         origins: Iterable[str],
         hosts: Iterable[str],
         bound_host: str,
-        bound: tuple[str, int] | None,
     ) -> None:
         self._origins = frozenset(origin.encode() for origin in origins)
         names = {*hosts}
-        is_local = bound is not None and ip_address(bound[0]).is_loopback
-        self._serves_any_host = _ANY in names or not (names or is_local)
+        self._serves_any_host = _ANY in names or not (names or _may_be_loopback(bound_host))
+        self._is_listed = bool(names)
         names.update(_LOOPBACK_NAMES)
-        if bound is not None:
-            names.add(f"[{bound_host}]" if ":" in bound_host else bound_host.lower())
-            names.update([f"{name}:{bound[1]}" for name in names])  # found without parsing
+        names.add(f"[{bound_host}]" if ":" in bound_host else bound_host.lower())
         self._hosts = frozenset(name.encode("latin-1", "replace") for name in names)
 
     def find_error(self, scope: Scope) -> Forbidden | None:
@@ -78,13 +74,16 @@ class SourceRules:
         )
 
     def _is_served(self, host: bytes | None, scope: Scope) -> bool:
-        if self._serves_any_host or host is None or host in self._hosts:  # HTTP/1.0 needs no Host
+        if self._serves_any_host or host is None:  # HTTP/1.0 needs no Host
             return True
         name, colon, port = host.lower().rpartition(b":")
         if not colon or (port and not port.isdigit()):
             name = host.lower()
         name = name.removesuffix(b".")
-        return name in self._hosts or _is_of_this_machine(name.decode("latin-1"), scope)
+        if name in self._hosts or _is_of_this_machine(name.decode("latin-1"), scope):
+            return True
+        server = scope.get("server")
+        return not (self._is_listed or (server is not None and _may_be_loopback(server[0])))
 
     def _is_allowed(self, origin: bytes | None, site: bytes | None, host: bytes | None) -> bool:
         """Returns True if a request comes from an allowed origin.
@@ -123,6 +122,14 @@ class RequestSourceMiddleware:
         if scope["type"] == "http" and (error := self._rules.find_error(scope)) is not None:
             app = self._error_response(error, scope["path"])
         return await app(scope, receive, send)
+
+
+def _may_be_loopback(host: str) -> bool:
+    """Returns True for a loopback address, and for a name, whose address is not known here."""
+    try:
+        return ip_address(host.removeprefix("::ffff:")).is_loopback
+    except ValueError:
+        return True
 
 
 def _is_of_this_machine(name: str, scope: Scope) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qkv.api.server_request import Header
+from qkv.api.request_record import Header
 from qkv.engine.result import Result
 from qkv.jobs.plan import Plan
 from qkv.telemetry.times import Times

@@ -76,17 +76,10 @@ class JobExecutor(Protocol):
             DeadlineExceeded: its deadline has passed already.
         """
 
-    def run_inline(self, job: Job) -> Result | None:
-        """Runs a small job on the event loop; returns None for a job that must be submitted.
-
-        Raises:
-            QkvError: the job failed, or no job can run now.
-        """
-
     def submit_small(
         self, job: Job, *, tenant: Tenant = ANYONE, wait_s: float | None = None
     ) -> asyncio.Future[Result] | None:
-        """Runs a small job as `run_inline` does, right behind those of other requests; the jobs of
+        """Runs a small job on the event loop, right behind those of other requests; the jobs of
         several tenants take turns.
 
         Args:

@@ -16,9 +16,6 @@ _log = logging.getLogger(__name__)
 
 _YIELD_S: Final = 0.002  # in which a worker with fewer connections can accept first
 _RETRY_S: Final = 0.5  # after accept failed, such as for lack of file descriptors
-# A client whose machine has vanished never closes its connection. The kernel probes it after a
-# minute of silence, and closes the connection after six probes without a reply.
-_KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class Acceptor:
@@ -85,19 +82,8 @@ class Acceptor:
             self._pause(_RETRY_S)
             return
         connection.setblocking(False)
-        if connection.family != socket.AF_UNIX:
-            _set_options(connection)
         connect = self._loop.connect_accepted_socket(self._new_protocol, connection)
         task = self._loop.create_task(connect)
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
         self._worker.set_connection_count(self._count_connections() + len(self._connecting))
-
-
-def _set_options(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        option = getattr(socket, name, None)
-        if option is not None:  # some systems lack some of the three
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)

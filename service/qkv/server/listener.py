@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import select
 import socket
 import struct
@@ -22,6 +23,10 @@ __all__ = ["has_pending", "listen", "reject_pending", "stop_accepting"]
 
 _BACKLOG: Final = 2048
 _MAX_REJECTED: Final = 64  # per call, since clients may reconnect at once for ever
+# A client whose machine has vanished never closes its connection. The kernel probes it after a
+# minute of silence, and closes the connection after six probes without a reply.
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+_MAX_INT: Final = 2**31 - 1
 _SO_ATTACH_FILTER: Final = 26  # of Linux's asm-generic/socket.h; Python has no name for it
 _DROP_SYNS: Final = (  # BPF: code, jumps if true and false, operand
     (0x30, 0, 0, 13),  # load the byte of flags in the TCP header, RFC 9293, section 3.1
@@ -32,15 +37,27 @@ _DROP_SYNS: Final = (  # BPF: code, jumps if true and false, operand
 )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket.
+def listen(host: str, port: int, write_timeout_s: float) -> socket.socket:
+    """Returns a listening socket, whose connections inherit its options.
+
+    Args:
+        host, port: its address.
+        write_timeout_s: seconds after which the kernel resets a connection whose client reads
+            nothing (tcp(7), TCP_USER_TIMEOUT). Only Linux has the option.
 
     Raises:
         click.ClickException: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    timeout_ms = min(math.ceil(write_timeout_s * 1e3), _MAX_INT)
+    options = {"TCP_NODELAY": 1, "TCP_USER_TIMEOUT": timeout_ms, **_KEEPALIVE}
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in options.items():
+            if (option := getattr(socket, name, None)) is not None:
+                listening.setsockopt(socket.IPPROTO_TCP, option, value)
+        return listening
     except (OSError, UnicodeError) as error:  # UnicodeError: not a host name, such as "a..b"
         reason = error.strerror if isinstance(error, OSError) else str(error)
         reason = (reason or "").partition(" (while attempting")[

@@ -1,89 +1,149 @@
-"""The head of a request: its limits and rules beyond those of the parser, and its target."""
+"""The head of a request: bounded while it arrives, and checked beyond what a parser checks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
+from urllib.parse import unquote
 
 import httptools
 
-from qkv.api.server_request import Header
 from qkv.errors import HeadersTooLarge, MalformedRequest, UnsupportedTransferCoding
 
-__all__ = ["check_head", "path_of", "with_path", "without_upgrade"]
+__all__ = ["MAX_HEAD_BYTES", "RequestHead"]
 
 _MAX_HEADERS: Final = 100
-_MAX_HEAD_BYTES: Final = 1 << 16  # URL, and names and values of headers
+MAX_HEAD_BYTES: Final = 1 << 16
+"""Bytes of the target and of all names and values of headers, or of trailers."""
+_ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
 
 
-def check_head(
-    url: bytes,
-    headers: Sequence[Header],
-    by_name: Mapping[bytes, bytes],
-    size_bound: int,
-    version: str,
-) -> None:
-    """Checks a complete head.
+class RequestHead:
+    """The head of a request. The trailers of a body are one too: they have the same bounds.
 
-    Args:
-        url: the target of the request.
-        headers: all headers, their names in lower case.
-        by_name: the same, with the values of a name joined.
-        size_bound: an upper bound of the size of the head.
-        version: of HTTP.
-
-    Raises:
-        HeadersTooLarge, MalformedRequest, UnsupportedTransferCoding: the head is rejected.
+    Attributes:
+        target: of the request.
+        headers: names in lower case, and values.
     """
-    count = len(headers)
-    if count > _MAX_HEADERS:
-        raise HeadersTooLarge(
-            f"the request has too many headers: got {count}, expected at most {_MAX_HEADERS}"
-        )
-    if size_bound > _MAX_HEAD_BYTES:
-        size = len(url) + sum(len(name) + len(value) for name, value in headers)
-        if size > _MAX_HEAD_BYTES:
+
+    __slots__ = ("_bytes", "headers", "target")
+
+    def __init__(self) -> None:
+        self.target, self.headers, self._bytes = b"", list[tuple[bytes, bytes]](), 0
+
+    def add_target(self, part: bytes) -> None:
+        """Adds a part of the target.
+
+        Raises:
+            HeadersTooLarge: the head is too large.
+        """
+        self.target += part
+        self._count(len(part))
+
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """Adds a header.
+
+        Raises:
+            HeadersTooLarge: there are too many, or the head is too large.
+        """
+        if len(self.headers) == _MAX_HEADERS:
             raise HeadersTooLarge(
-                f"the request's head is too large: got {size} bytes, "
-                f"expected at most {_MAX_HEAD_BYTES}"
+                "the request has too many headers or trailers: "
+                f"got {_MAX_HEADERS + 1} or more, expected at most {_MAX_HEADERS}"
             )
-    if version not in ("1.1", "1.0"):
-        raise MalformedRequest(f"the version of HTTP is not supported: got {version}, expected 1.1")
-    hosts = int(b"host" in by_name)
-    if count > len(by_name):  # a name comes more than once
-        hosts = [name for name, _ in headers].count(b"host")
-    if hosts != 1 and (hosts or version == "1.1"):
-        raise MalformedRequest(f"the request needs one Host header: got {hosts}")
-    coding = by_name.get(b"transfer-encoding", b"chunked")
-    if coding.strip().lower() != b"chunked":  # RFC 9112, section 6.1
-        raise UnsupportedTransferCoding(
-            "Transfer-Encoding is not supported: "
-            f"got {coding.decode('latin-1')!r:.60}, expected chunked"
+        self._count(len(name) + len(value))
+        self.headers.append((name.lower(), value))
+
+    def _count(self, size: int) -> None:
+        self._bytes += size
+        if self._bytes > MAX_HEAD_BYTES:
+            raise self.too_large()
+
+    @staticmethod
+    def too_large() -> HeadersTooLarge:
+        """Returns the error of a head with too many bytes."""
+        return HeadersTooLarge(
+            f"the request's head is too large: got more than {MAX_HEAD_BYTES} bytes, "
+            f"expected at most {MAX_HEAD_BYTES}"
         )
 
+    def values(self, name: bytes) -> list[bytes]:
+        """Returns the values of all headers of a name in lower case."""
+        return [value for each, value in self.headers if each == name]
 
-def without_upgrade(method: bytes, url: bytes, version: str, headers: Sequence[Header]) -> bytes:
-    """Returns a head without its request for another protocol (RFC 9110, section 7.8)."""
-    kept = [h for h in headers if h[0] not in (b"upgrade", b"connection")]
-    named = b",".join([value for name, value in headers if name == b"connection"])
-    if b"close" in [token.strip().lower() for token in named.split(b",")]:
-        kept.append((b"connection", b"close"))
-    lines = b"".join([b"%b: %b\r\n" % header for header in kept])
-    return b"%b %b HTTP/%b\r\n%b\r\n" % (method, url, version.encode(), lines)
+    def check(self, version: str) -> None:
+        """Checks a complete head.
 
+        Args:
+            version: of HTTP.
 
-def path_of(url: bytes) -> str:
-    """Returns the path of a request target, or of its received part."""
-    if not url.startswith(b"/"):
-        with suppress(httptools.HttpParserError):
-            url = httptools.parse_url(url).path or b"/"
-    return url.partition(b"?")[0].decode("ascii", "replace")
+        Raises:
+            MalformedRequest, UnsupportedTransferCoding: the head is rejected.
+        """
+        if version not in ("1.1", "1.0"):
+            raise MalformedRequest(
+                f"the version of HTTP is not supported: got {version}, expected 1.1"
+            )
+        hosts = len(self.values(b"host"))
+        if hosts != 1 and (hosts or version == "1.1"):
+            raise MalformedRequest(f"the request needs one Host header: got {hosts}")
+        if codings := self.values(b"transfer-encoding"):
+            coding = b", ".join(codings)
+            if coding.strip().lower() != b"chunked":  # RFC 9112, section 6.1
+                raise UnsupportedTransferCoding(
+                    "Transfer-Encoding is not supported: "
+                    f"got {coding.decode('latin-1')!r:.60}, expected chunked"
+                )
 
+    def scope(self, method: str, version: str) -> dict[str, Any]:
+        """Returns the part of an ASGI scope that a complete head gives.
 
-def with_path(url: bytes) -> bytes:
-    """Returns an absolute-form target with a path; without one "/" (RFC 9110, section 4.2.3)."""
-    parsed = httptools.parse_url(url)
-    if parsed.path:
-        return url
-    return b"/" if parsed.query is None else b"/?%b" % parsed.query
+        The host of an absolute target has the place of the header Host (RFC 9112, section 3.2.2).
+
+        Raises:
+            httptools.HttpParserError: the target is malformed.
+        """
+        url = httptools.parse_url(self.target)
+        path = url.path or b"/"  # RFC 9110, section 4.2.3
+        if url.host is not None:
+            port = b"" if url.port is None else b":%d" % url.port
+            kept = [header for header in self.headers if header[0] != b"host"]
+            self.headers = [(b"host", url.host + port), *kept]
+        text = path.decode("ascii")
+        return {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": version,
+            "scheme": "http",
+            "root_path": "",
+            "method": method,
+            "path": unquote(text) if "%" in text else text,
+            "raw_path": path,
+            "query_string": url.query or b"",
+            "headers": self.headers,
+        }
+
+    def scope_of_part(self, method: str) -> dict[str, Any]:
+        """Returns the same of a head that is incomplete or malformed, as far as it is known."""
+        url = self.target
+        if not url.startswith(b"/"):
+            with suppress(httptools.HttpParserError):
+                url = httptools.parse_url(url).path or b"/"
+        raw_path, _, query = url.partition(b"?")
+        path = raw_path.decode("ascii", "replace")
+        names = {"method": method, "path": unquote(path), "raw_path": raw_path}
+        fixed = {"type": "http", "asgi": _ASGI, "http_version": "1.1", "scheme": "http"}
+        return {**fixed, "root_path": "", **names, "query_string": query, "headers": self.headers}
+
+    def without_upgrade(self, method: bytes, version: str) -> bytes:
+        """Returns the bytes of the head without its request for another protocol.
+
+        Java's HttpClient asks for HTTP/2 in each first request, and is served HTTP/1.1 then
+        (RFC 9110, section 7.8).
+        """
+        kept = [h for h in self.headers if h[0] not in (b"upgrade", b"connection")]
+        named = b",".join(self.values(b"connection"))
+        if b"close" in [token.strip().lower() for token in named.split(b",")]:
+            kept.append((b"connection", b"close"))
+        lines = b"".join([b"%b: %b\r\n" % header for header in kept])
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.target, version.encode(), lines)

@@ -36,9 +36,8 @@ def serve(settings: Settings) -> int:
     """
     _load_tracing(settings)
     limit_malloc_arenas()
-    sockets = [listener.listen(settings.host, settings.port)]
-    if settings.metrics_port is not None:
-        sockets.append(listener.listen(settings.host, settings.metrics_port))
+    ports = [settings.port, *filter(None, [settings.metrics_port])]
+    sockets = [listener.listen(settings.host, port, settings.write_timeout_s) for port in ports]
     devices = _find_devices(settings)
     if settings.variants is not None:
         _add_variants(settings.variants)

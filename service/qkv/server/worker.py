@@ -1,32 +1,29 @@
-"""A worker process: serves the API on the socket that all workers share, until it must stop."""
+"""A worker process: uvicorn serves the API on the socket that all workers share."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
+import uvicorn
 import uvloop
-from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from qkv.api.app import Runtime, create_app, new_metrics_asgi, running
-from qkv.api.error_responses import error_response
+from qkv.api.app import Runtime, create_app, new_metrics_app
 from qkv.api_keys import ValidApiKeys
 from qkv.engine.job_executor import JobExecutor
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.server.acceptor import Acceptor
-from qkv.server.http_connection import HttpConnection
-from qkv.server.http_server import HttpServer
+from qkv.server.http_protocol import HttpLimits, HttpProtocol
 from qkv.settings import Settings
 from qkv.telemetry.worker_state import WorkerState
 
-__all__ = ["DRAIN_ACCEPT_S", "DRAIN_IDLE_S", "new_http_server", "run_worker"]
+__all__ = ["DRAIN_ACCEPT_S", "DRAIN_IDLE_S", "new_config", "run_worker"]
 
 DRAIN_ACCEPT_S: Final = 0.3
 """Seconds after the start of the drain in which new connections are accepted."""
@@ -37,6 +34,8 @@ DRAIN_IDLE_S: Final = 0.7
 A client that sends a request while its connection closes gets no response. A client that sends one
 every second gets one with `Connection: close` instead.
 """
+
+_POLL_INTERVAL_S: Final = 0.05
 
 
 def run_worker(
@@ -63,94 +62,116 @@ def run_worker(
     Returns:
         The exit status: 0 after a clean stop.
     """
-    app = create_app(settings, worker, remote, sockets[0].getsockname()[:2], layers, api_keys)
+    app = create_app(settings, worker, remote, layers, api_keys)
+    runtime: Runtime = app.state.runtime
+    server = _WorkerServer(app, runtime, sockets, parent_alive_fd)
+    # uvicorn's handler of the signal follows, and raises it again at its end
+    signal.signal(signal.SIGTERM, server.stop)
     with (
         torch.inference_mode(),  # once, instead of for each small job on the event loop
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        is_clean = runner.run(_serve(app, sockets, parent_alive_fd))
-    return 0 if is_clean else 1
+        runner.run(server.serve())
+    return 1 if runtime.engine.failed.is_set() else 0
 
 
-def new_http_server(app: FastAPI) -> HttpServer:
-    """Returns the server of an application of `create_app`."""
-    return _new_server(app.state.asgi, app.state.runtime)
-
-
-def _new_server(asgi: ASGIApp, runtime: Runtime) -> HttpServer:
-    settings, shared_state = runtime.settings, runtime.worker.shared_state
-    return HttpServer(
-        asgi,
-        runtime.observer,
-        error_response,
-        is_draining=lambda: shared_state.is_draining,
-        read_timeout_s=settings.read_timeout_s,
-        write_timeout_s=settings.write_timeout_s,
+def new_config(app: ASGIApp, runtime: Runtime) -> uvicorn.Config:
+    """Returns the configuration of a server of uvicorn for an application of this process."""
+    settings, state = runtime.settings, runtime.worker.shared_state
+    limits = HttpLimits(settings.read_timeout_s, lambda: state.is_draining)
+    protocol: Any = partial(HttpProtocol, limits=limits)  # uvicorn only calls it
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="on",
+        interface="asgi3",
+        log_config=None,  # of this process
+        log_level="warning",
+        access_log=False,  # the service has a log of its own
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=settings.drain_s,
     )
 
 
-async def _serve(app: FastAPI, sockets: Sequence[socket.socket], parent_alive_fd: int) -> bool:
-    """Serves until SIGTERM, the end of the supervisor, or a permanent failure of the device.
+class _WorkerServer(uvicorn.Server):
+    """uvicorn in one of several workers: accepts in turn with the others, and drains in steps.
 
-    Returns:
-        False if the device has failed.
+    Args:
+        app: serves the API.
+        runtime: of the application.
+        sockets, parent_alive_fd: as for `run_worker`.
     """
-    runtime: Runtime = app.state.runtime
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    failed = runtime.engine.failed
 
-    def on_supervisor_exit() -> None:  # nothing would stop or restart this worker
-        loop.remove_reader(parent_alive_fd)
-        runtime.worker.shared_state.drain()
-        stop.set()
+    def __init__(
+        self,
+        app: ASGIApp,
+        runtime: Runtime,
+        sockets: Sequence[socket.socket],
+        parent_alive_fd: int,
+    ) -> None:
+        super().__init__(new_config(app, runtime))
+        self._runtime, self._parent_alive_fd = runtime, parent_alive_fd
+        self._listening, *self._metrics_sockets = sockets
+        self._acceptor: Acceptor | None = None
 
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    if runtime.api_keys is not None:
-        loop.add_signal_handler(signal.SIGHUP, runtime.api_keys.reload)
-        runtime.api_keys.reload()  # a signal before this line was ignored
-    loop.add_reader(parent_alive_fd, on_supervisor_exit)
-    server, listening = new_http_server(app), sockets[0]
-    async with running(runtime), _serving_metrics(runtime, sockets[1:]):
-        acceptor = Acceptor(
-            listening,
+    def stop(self, *_: object) -> None:
+        """Makes the server drain."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts the application, then accepts connections."""
+        await super().startup(sockets=[])
+        loop, runtime = asyncio.get_running_loop(), self._runtime
+        if runtime.api_keys is not None:
+            loop.add_signal_handler(signal.SIGHUP, runtime.api_keys.reload)
+            runtime.api_keys.reload()  # a signal before this line was ignored
+        loop.add_reader(self._parent_alive_fd, self._on_supervisor_exit)
+        self._failure = loop.create_task(self._stop_on_failure())
+        # without balancing: a scrape is rare and short
+        new_protocol = self._protocol_of(new_config(new_metrics_app(runtime), runtime))
+        for each in self._metrics_sockets:
+            self.servers.append(await loop.create_server(new_protocol, sock=each))
+        self._acceptor = Acceptor(
+            self._listening,
             runtime.worker,
-            partial(HttpConnection, server),
-            lambda: len(server.connections),
+            self._protocol_of(self.config),
+            lambda: len(self.server_state.connections),
         )
-        acceptor.open()
+        self._acceptor.open()
         runtime.worker.set_ready(True)
-        await _wait_for_any(stop, failed)
-        runtime.worker.set_ready(False)
-        if not failed.is_set():
-            await server.until_closed(DRAIN_IDLE_S)
-        acceptor.close()
-        listening.close()  # in the last worker: the system refuses new connections
-        await server.drain(runtime.settings.drain_s)
-    return not failed.is_set()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers the requests that arrive for a while, then closes all connections."""
+        self._runtime.worker.set_ready(False)
+        self._failure.cancel()
+        if not self._runtime.engine.failed.is_set():
+            await self._until_idle(DRAIN_IDLE_S)
+        assert self._acceptor is not None
+        self._acceptor.close()
+        # in the last worker: the system refuses new connections
+        await super().shutdown(sockets=[self._listening])
 
-@asynccontextmanager
-async def _serving_metrics(
-    runtime: Runtime, sockets: Sequence[socket.socket]
-) -> AsyncGenerator[None]:
-    """Serves metrics on these sockets, without balancing: a scrape is rare and short."""
-    loop = asyncio.get_running_loop()
-    accepting, servers = [], []
-    for listening in sockets:
-        server = _new_server(new_metrics_asgi(runtime, listening.getsockname()[:2]), runtime)
-        accepting.append(await loop.create_server(partial(HttpConnection, server), sock=listening))
-        servers.append(server)
-    try:
-        yield
-    finally:
-        for each in accepting:
-            each.close()
-        for server in servers:
-            await server.drain(DRAIN_IDLE_S)
+    def _protocol_of(self, config: uvicorn.Config) -> Callable[[], asyncio.BaseProtocol]:
+        """Returns what creates the protocol of a connection, as uvicorn does."""
+        if not config.loaded:
+            config.load()
+        new_protocol: Any = config.http_protocol_class
+        return partial(new_protocol, config=config, server_state=self.server_state)
 
+    def _on_supervisor_exit(self) -> None:  # nothing would stop or restart this worker
+        asyncio.get_running_loop().remove_reader(self._parent_alive_fd)
+        self._runtime.worker.shared_state.drain()
+        self.stop()
 
-async def _wait_for_any(*events: asyncio.Event) -> None:
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
+    async def _stop_on_failure(self) -> None:
+        await self._runtime.engine.failed.wait()
+        self.stop()
+
+    async def _until_idle(self, seconds: float) -> None:
+        """Waits until no connection is open, at most these seconds."""
+        polls = round(seconds / _POLL_INTERVAL_S)
+        while self.server_state.connections and polls:
+            polls -= 1
+            await asyncio.sleep(_POLL_INTERVAL_S)

@@ -46,7 +46,7 @@ def rejected_request(line: bytes, status: int) -> bytes:
         return line + b"\r\n"  # no Host
     if status == 403:
         return line + b"Host: elsewhere\r\nConnection: close\r\n\r\n"
-    line += b"Host: here\r\n"
+    line += b"Host: localhost\r\n"
     if status == 408:
         return line
     if status == 501:
@@ -106,7 +106,7 @@ def test_response_to_an_endless_body_is_documented(
     short_read_timeout: Server, document: dict[str, Any]
 ) -> None:
     """A body that does not end gets a documented error, on every path with a body."""
-    line = b"Host: here\r\nContent-Length: 10\r\n\r\n1"
+    line = b"Host: localhost\r\nContent-Length: 10\r\n\r\n1"
     with ExitStack() as stack:
         requests = []
         for path, method, head in heads(document):

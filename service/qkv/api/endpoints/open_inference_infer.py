@@ -20,8 +20,8 @@ from qkv.api.endpoints.open_inference_infer_schemas import BINARY_TYPE, describe
 from qkv.api.endpoints.open_inference_models import new_router
 from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
+from qkv.api.request_record import headers_of
 from qkv.api.run_timing import server_timing, timing_fields
-from qkv.api.server_request import headers_of
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
 from qkv.engine.result import Result

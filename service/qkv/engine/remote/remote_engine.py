@@ -138,14 +138,10 @@ class RemoteEngine:
         """Returns zeros: only the device processes use a device."""
         return MemoryUsage()
 
-    def run_inline(self, _job: Job) -> Result | None:
-        """Returns None: no job runs in this process."""
-        return None
-
     def submit_small(
         self, _job: Job, *, tenant: Tenant = ANYONE, wait_s: float | None = None
     ) -> asyncio.Future[Result] | None:
-        """Returns None, as `run_inline`."""
+        """Returns None: no job runs in this process."""
         return None
 
     def submit(

@@ -60,7 +60,7 @@ class _Replica:
             self._runtime.worker.shared_state, self._runtime.engine.device_name
         )
         self._export = asyncio.create_task(metrics.run())  # ends with the event loop
-        return ReplicaApp(built.state.asgi)
+        return ReplicaApp(built)
 
     def check_health(self) -> None:
         """Fails where GET /livez would be 503. Ray then replaces the replica.

@@ -11,7 +11,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.api.error_responses import error_response
 from qkv.api.observability import REQUEST_ID_HEADER
-from qkv.api.server_request import server_request
 from qkv.errors import InvalidContent
 
 __all__ = ["ReplicaApp"]
@@ -61,7 +60,6 @@ async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None
     this function, the application counted the last two as 503 or as an error of its own.
     """
     is_cancelled, pending = False, set[asyncio.Future[Message]]()
-    request = server_request(scope)
 
     async def receive_or_disconnect() -> Message:
         message = asyncio.ensure_future(receive())
@@ -84,7 +82,6 @@ async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None
         await asyncio.shield(task)
     except asyncio.CancelledError:
         is_cancelled = True
-        request.disconnect()
         for message in pending:
             message.cancel()
         await task  # a second cancellation ends it

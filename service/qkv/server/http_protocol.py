@@ -1,0 +1,391 @@
+"""HTTP/1.1 under limits: the protocol that uvicorn runs for each connection.
+
+uvicorn's own protocols bound neither the head of a request nor the time that a client takes, and
+answer a malformed request without the application. This one hands it to the application, which
+answers and records it as any other error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import httptools
+import uvicorn
+from uvicorn.server import ServerState
+
+from qkv.errors import (
+    PROTOCOL_ERROR,
+    Internal,
+    MalformedRequest,
+    PayloadTooLarge,
+    QkvError,
+    RequestTimeout,
+)
+from qkv.server.http_exchange import Exchange
+from qkv.server.request_head import MAX_HEAD_BYTES, RequestHead
+
+__all__ = ["HttpLimits", "HttpProtocol"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_FRAMING_BYTES: Final = 1 << 20  # all of a chunked body except its bytes: lines of chunks
+_MAX_IGNORED_BYTES: Final = 1 << 28  # body bytes that arrive after the response, or are not read
+_MAX_UNREAD_BYTES: Final = 1 << 16  # of a body that the application has not taken
+_READ_BYTES: Final = 1 << 18
+_LINGER_S: Final = 2.0  # a client that sends while the connection closes would not see its response
+_PROGRESS_BITS: Final = 16  # 1 << 16 bytes of a body must arrive within the read timeout
+
+_HEAD, _BODY, _NOTHING = range(3)  # the part of a request that the connection reads
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """The limits of the connections of one process.
+
+    Attributes:
+        read_timeout_s: seconds for a head, and for each 64 KiB of a body.
+        is_draining: True once each connection may bring only one more request.
+        read_buffer: receives what a connection parses; each read ends before the next begins.
+    """
+
+    read_timeout_s: float
+    is_draining: Callable[[], bool] = lambda: False
+    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_READ_BYTES)))
+
+
+class HttpProtocol(asyncio.BufferedProtocol):
+    """One connection: parses requests, and closes if its client is too slow.
+
+    It has a timer of its own, and counts checks, not seconds, so that a paused process does not
+    time out its connections. The parser refers to this object, so that both are freed at once only
+    because `connection_lost` removes the parser.
+
+    Args:
+        config: of uvicorn: the application, and the seconds that a connection may be idle.
+        server_state: of uvicorn: has the connections and the requests in progress.
+        limits: of the connections.
+
+    Attributes:
+        transport: of the socket.
+        client: address and port of the client.
+        is_write_paused: the client does not read what was written.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self, config: uvicorn.Config, server_state: ServerState, limits: HttpLimits, **_: Any
+    ) -> None:
+        self._app, self._state, self._limits = config.loaded_app, server_state, limits
+        self._idle_s = config.timeout_keep_alive
+        self._loop = asyncio.get_running_loop()
+        self.client: tuple[str, int] | None = None
+        self._local: tuple[str, int] | None = None
+        # the request that is received, or was received last
+        self._parser: httptools.HttpRequestParser | None = None
+        self._reading = _HEAD
+        self._head = RequestHead()
+        self._is_upgrade = False
+        self._piece_bytes = self._framing_bytes = self._body_bytes = self._ignored_bytes = 0
+        self._message_count = 0
+        self._last: Exchange | None = None
+        self._current: Exchange | None = None  # whose response is sent next
+        self._waiting = deque[Exchange]()  # behind the one in progress (pipelining)
+        # flow
+        self._is_read_paused = self.is_write_paused = self._is_lingering = False
+        self._writable = asyncio.Event()
+        # the time of the client
+        self._period_s = min(1.0, limits.read_timeout_s / 4)
+        self._timer: asyncio.TimerHandle | None = None
+        self._progress: tuple[object, ...] = ()
+        self._slow_checks = 0
+
+    # the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Handles the event as an asyncio protocol."""
+        self.transport = transport
+        self.client = _address(transport.get_extra_info("peername"))
+        self._local = _address(transport.get_extra_info("sockname"))
+        self._parser = self._new_parser()
+        self._state.connections.add(self)  # type: ignore[arg-type]  # uvicorn names its own classes
+        self._timer = self._loop.call_later(self._period_s, self._check)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tells the application that the client is gone."""
+        self._state.connections.discard(self)
+        assert self._timer is not None
+        self._timer.cancel()
+        self._parser = None
+        for exchange in (self._last, *self._waiting, self._current):
+            if exchange is not None:
+                exchange.disconnect()
+        self._last = self._current = None
+        self._waiting.clear()
+        self.resume_writing()
+
+    def shutdown(self) -> None:
+        """Closes the connection, or lets it close after its last response; uvicorn calls it."""
+        if self._is_lingering:
+            self.transport.close()
+        elif self._reading == _HEAD and self._message_count:
+            return  # a part of a head has arrived: its response closes the connection
+        elif self._last is None or self._last.response_complete:
+            self.transport.close()
+        else:
+            self._last.keep_alive = False
+
+    # bytes
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        """Returns the buffer of the next bytes."""
+        return self._limits.read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Parses received bytes. A head that requests an upgrade is parsed again without it."""
+        data = self._limits.read_buffer[:nbytes]
+        if self._parser is None:
+            self._ignore(nbytes)
+        while self._parser is not None and (end := self._feed(self._parser, data)) is not None:
+            data = data[end:]
+            self._is_upgrade = False
+            method, version = self._parser.get_method(), self._parser.get_http_version()
+            self._parser = self._new_parser()  # the other one has stopped
+            self._feed(self._parser, self._head.without_upgrade(method, version))
+
+    def _feed(self, parser: httptools.HttpRequestParser, data: bytes | memoryview) -> int | None:
+        """Parses bytes; returns the end of a head that requests an upgrade."""
+        self._piece_bytes = len(data)
+        self._framing_bytes += self._piece_bytes
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return int(upgrade.args[0])
+        except httptools.HttpParserError as error:
+            self._fail(_error_from(error))
+        else:
+            self._check_framing()
+        return None
+
+    def _check_framing(self) -> None:
+        """Bounds what the parser holds of a target or a header, and the lines of chunks."""
+        if self._reading == _HEAD:
+            if self._framing_bytes > MAX_HEAD_BYTES + _READ_BYTES:
+                self._fail(RequestHead.too_large())
+        elif self._framing_bytes > _MAX_FRAMING_BYTES:
+            self._fail(
+                PayloadTooLarge(
+                    f"the request has more than {_MAX_FRAMING_BYTES} bytes beside its body; "
+                    "send larger chunks"
+                )
+            )
+
+    def _ignore(self, size: int) -> None:
+        """Discards bytes that arrive after the response, up to a limit. Otherwise a client that
+        sends all before it reads would see a broken connection."""
+        self._body_bytes += size
+        self._ignored_bytes += size
+        if self._ignored_bytes > _MAX_IGNORED_BYTES:
+            self.transport.close()
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        # a request behind the one with `Connection: close` is ignored, not an error
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    # a request, as the parser calls
+
+    def on_message_begin(self) -> None:
+        """Begins a head."""
+        self._reading, self._framing_bytes = _HEAD, self._piece_bytes  # an upper bound
+        self._message_count += 1
+        self._head = RequestHead()
+
+    def on_url(self, url: bytes) -> None:
+        """Adds a part of the request's target."""
+        self._head.add_target(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Adds a header, or a trailer, which is not read."""
+        self._head.add_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Starts the request of a complete head, or queues it behind others."""
+        assert self._parser is not None
+        parser, head = self._parser, self._head
+        version = parser.get_http_version()
+        head.check(version)
+        if parser.should_upgrade():
+            if parser.get_method() == b"CONNECT":
+                raise MalformedRequest("CONNECT is not supported: this server is no proxy")
+            self._is_upgrade = True
+            return
+        scope = head.scope(parser.get_method().decode("ascii"), version)
+        keep_alive = version == "1.1" and parser.should_keep_alive()
+        expects = b"100-continue" in [value.lower() for value in head.values(b"expect")]
+        self._reading, self._ignored_bytes = _BODY, 0
+        self._head = RequestHead()  # of the trailers
+        self._add(scope, keep_alive, expects)
+
+    def on_body(self, body: bytes) -> None:
+        """Adds a part of a body."""
+        assert self._last is not None
+        self._framing_bytes -= len(body)
+        if self._last.response_complete:
+            self._ignore(len(body))
+            return
+        self._body_bytes += len(body)
+        self._last.add_chunk(body)
+        if self._last.unread_bytes > _MAX_UNREAD_BYTES:
+            self._pause_reading()
+
+    def on_message_complete(self) -> None:
+        """Ends a request."""
+        if not self._is_upgrade:
+            assert self._last is not None
+            self._reading = _NOTHING
+            self._last.complete_body()
+
+    def _add(self, scope: dict[str, Any], keep_alive: bool, expects_continue: bool) -> Exchange:
+        """Starts an exchange, or lets it wait for the response before."""
+        scope["client"], scope["server"] = self.client, self._local
+        exchange = Exchange(self, scope, keep_alive, expects_continue)
+        before, self._last = self._last, exchange
+        if before is None or before.response_complete:
+            self._start(exchange)
+        else:
+            self._pause_reading()
+            self._waiting.append(exchange)
+        return exchange
+
+    def _fail(self, error: QkvError) -> None:
+        """Reads no more requests; the application answers the error after the responses before."""
+        method = "?"
+        if self._parser is not None and self._head.target:
+            method = self._parser.get_method().decode("ascii")
+        self._parser = None
+        error = error.with_traceback(None)  # its frames refer to this object
+        if self._reading == _BODY:
+            assert self._last is not None
+            self._last.fail(error)
+            if self._last.response_complete:
+                self._linger()
+            return
+        scope = self._head.scope_of_part(method)
+        scope[PROTOCOL_ERROR] = error
+        self._add(scope, keep_alive=False, expects_continue=False).complete_body()
+
+    # responses
+
+    def _start(self, exchange: Exchange) -> None:
+        self._current = exchange
+        self._state.total_requests += 1
+        task = self._loop.create_task(exchange.run(self._app))
+        self._state.tasks.add(task)
+        task.add_done_callback(self._state.tasks.discard)
+
+    @property
+    def date(self) -> list[tuple[bytes, bytes]]:
+        """Headers of every response: Date (RFC 9110, section 6.6.1)."""
+        return self._state.default_headers
+
+    @property
+    def is_last_response(self) -> bool:
+        """True if the process drains, and no received request waits."""
+        return self._limits.is_draining() and not self._waiting
+
+    def on_response_complete(self, exchange: Exchange) -> None:
+        """Starts the next request, or closes the connection."""
+        if exchange.keep_alive:
+            self.resume_reading()
+            if self._waiting:
+                self._start(self._waiting.popleft())
+        elif self._reading == _BODY or self._parser is None:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Closes the connection once its client has read the response, or after two seconds:
+        closing over unread bytes would reset it."""
+        self._waiting.clear()
+        self._parser, self._is_lingering = None, True
+        if not self.transport.is_closing():
+            self.resume_reading()
+            self.transport.write_eof()
+
+    # flow
+
+    def _pause_reading(self) -> None:
+        if not self._is_read_paused:
+            self._is_read_paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Reads from the socket again."""
+        if self._is_read_paused and not self.transport.is_closing():
+            self._is_read_paused = False
+            self.transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        """Handles the event as an asyncio protocol."""
+        self.is_write_paused = True
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """Handles the event as an asyncio protocol."""
+        self.is_write_paused = False
+        self._writable.set()
+
+    async def until_writable(self) -> None:
+        """Waits until the client has read most of what was written, or is gone."""
+        await self._writable.wait()
+
+    # the time of the client
+
+    def _check(self) -> None:
+        """Closes the connection if its client is too slow; called once every period."""
+        self._timer = self._loop.call_later(self._period_s, self._check)
+        is_answered = self._last is not None and self._last.response_complete
+        is_idle = is_answered and self._reading == _NOTHING
+        before = self._progress
+        self._progress = (
+            self._message_count, is_answered, self._is_lingering, self._body_bytes >> _PROGRESS_BITS
+        )  # fmt: skip
+        is_read = self._parser is not None and not self._is_read_paused
+        is_due = is_read and (is_answered or self._reading != _NOTHING or self._last is None)
+        if not (is_due or self._is_lingering) or before != self._progress:
+            self._slow_checks = 0
+            return
+        self._slow_checks += 1
+        timeout_s = self._limits.read_timeout_s
+        if self._is_lingering or is_idle:
+            timeout_s = _LINGER_S if self._is_lingering else self._idle_s
+        if self._slow_checks * self._period_s < timeout_s:
+            return
+        if self._is_lingering or is_answered or not self._message_count:
+            self.transport.close()  # there is no request to respond to
+        else:
+            self._fail(RequestTimeout("the rest of the request did not arrive in time"))
+
+
+def _error_from(error: httptools.HttpParserError) -> QkvError:
+    """Returns the error that stopped the parser."""
+    cause = error.__context__
+    if isinstance(cause, QkvError):
+        return cause
+    if cause is None or isinstance(cause, httptools.HttpParserError | UnicodeError):
+        return MalformedRequest(f"malformed HTTP/1.1 request: {cause or error}")
+    _log.error("a connection failed", exc_info=cause)
+    return Internal("internal error; it was logged")
+
+
+def _address(name: Any) -> tuple[str, int] | None:
+    """Returns address and port of a socket; None: it has none."""
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
