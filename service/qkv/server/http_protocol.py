@@ -220,7 +220,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         assert self._parser is not None
         parser, head = self._parser, self._head
         version = parser.get_http_version()
-        head.check(version)
+        by_name = head.check(version)
         if parser.should_upgrade():
             if parser.get_method() == b"CONNECT":
                 raise MalformedRequest("CONNECT is not supported: this server is no proxy")
@@ -228,7 +228,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
             return
         scope = head.scope(parser.get_method().decode("ascii"), version)
         keep_alive = version == "1.1" and parser.should_keep_alive()
-        expects = b"100-continue" in [value.lower() for value in head.values(b"expect")]
+        expects = by_name.get(b"expect", b"").lower() == b"100-continue"
         self._reading, self._ignored_bytes = _BODY, 0
         self._head = RequestHead()  # of the trailers
         self._add(scope, keep_alive, expects)
@@ -369,7 +369,11 @@ class HttpProtocol(asyncio.BufferedProtocol):
             timeout_s = _LINGER_S if self._is_lingering else self._idle_s
         if self._slow_checks * self._period_s < timeout_s:
             return
-        if self._is_lingering or is_answered or not self._message_count:
+        if (
+            self._is_lingering
+            or (is_answered and self._reading != _HEAD)
+            or not self._message_count
+        ):
             self.transport.close()  # there is no request to respond to
         else:
             self._fail(RequestTimeout("the rest of the request did not arrive in time"))
