@@ -10,6 +10,7 @@ import pytest
 from fastapi import Request
 
 from qkv.api.job_runner import cancel_on_disconnect
+from qkv.api.server_request import SERVER_REQUEST
 from qkv.errors import ClientDisconnected
 from qkv.server.http_request import HttpRequest, encode_head
 
@@ -29,7 +30,8 @@ def test_header_with_a_line_break_is_not_sent(value: bytes) -> None:
 
 def new_request() -> tuple[HttpRequest, Request]:
     scope: dict[str, Any] = {"type": "http", "method": "POST", "headers": []}
-    return HttpRequest(Mock(), scope, keep_alive=True), Request(scope)
+    scope[SERVER_REQUEST] = request = HttpRequest(Mock(), scope, keep_alive=True)
+    return request, Request(scope)
 
 
 def test_disconnect_is_called_back_once() -> None:

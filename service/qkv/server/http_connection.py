@@ -26,7 +26,7 @@ from qkv.errors import (
 from qkv.server.client_progress import ClientProgress
 from qkv.server.http_request import HttpRequest, encode_head
 from qkv.server.http_server import HttpServer
-from qkv.server.request_head import check_head, path_of, with_path, without_upgrade
+from qkv.server.request_head import check_head, check_size, path_of, with_path, without_upgrade
 
 __all__ = ["HttpConnection"]
 
@@ -63,6 +63,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._message_count = 0
         self._url = b""
         self._headers: list[Header] = []
+        self._head_bytes = 0  # of the URL, and of the headers or trailers
         self._is_upgrade = False
         self._piece_bytes = self._framing_bytes = self._received_bytes = self._ignored_bytes = 0
         self._last: HttpRequest | None = None
@@ -99,6 +100,9 @@ class HttpConnection(asyncio.BufferedProtocol):
                 request.disconnect()
         self._waiting.clear()
         self.resume_writing()
+        # no cycle may keep the connection: a worker never runs a full collection
+        self._current = self._last = None
+        del self._parser
 
     def close_when_idle(self) -> None:
         """Closes the connection, or lets it close after its last response."""
@@ -194,14 +198,18 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Begins a head."""
         self._reading, self._framing_bytes = _HEAD, self._piece_bytes  # an upper bound
         self._message_count += 1
-        self._url, self._headers = b"", []
+        self._url, self._headers, self._head_bytes = b"", [], 0
 
     def on_url(self, url: bytes) -> None:
         """Adds a part of the request's target."""
+        self._head_bytes += len(url)
+        check_size(0, self._head_bytes)
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Adds a header, or a trailer, which is not read."""
+        self._head_bytes += len(name) + len(value)
+        check_size(len(self._headers) + 1, self._head_bytes)
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -219,7 +227,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             "headers": self._headers,
         }
         request = HttpRequest(self, scope, keep_alive and not self._server.is_draining())
-        check_head(self._url, self._headers, request.headers, self._framing_bytes, version)
+        check_head(self._headers, request.headers, version)
         if parser.should_upgrade():
             if parser.get_method() == b"CONNECT":
                 raise MalformedRequest("CONNECT is not supported: this server is no proxy")
@@ -234,7 +242,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         scope["raw_path"], scope["query_string"] = url.path, url.query or b""
         before, self._last = self._last, request
         self._reading, self._ignored_bytes = _BODY, 0
-        self._headers = []  # those of trailers
+        self._headers, self._head_bytes = [], 0  # those of trailers
         if before is None or before.response_complete:
             self._start(request)
         else:

@@ -91,7 +91,6 @@ class HttpRequest(ServerRequest):
         keep_alive: bool,
     ) -> None:
         super().__init__(scope["headers"])
-        scope[SERVER_REQUEST] = self
         self._connection, self._scope, self.keep_alive = connection, scope, keep_alive
         self._expects_continue = self.headers.get(b"expect", b"").lower() == b"100-continue"
         self._chunks: list[bytes] = []
@@ -188,6 +187,7 @@ class HttpRequest(ServerRequest):
 
     async def run(self, app: ASGIApp) -> None:
         """Runs the application for this request; responds 500 if it fails before its response."""
+        self._scope[SERVER_REQUEST] = self
         try:
             await app(self._scope, self.receive, self.send)
         except BaseException as error:
@@ -195,6 +195,8 @@ class HttpRequest(ServerRequest):
         else:
             if not self._is_over:
                 await self._fail("the application returned without a response", None)
+        finally:
+            del self._scope[SERVER_REQUEST]  # scope and request would keep each other alive
 
     async def _fail(self, message: str, error: BaseException | None) -> None:
         _log.error(message, exc_info=error)

@@ -11,43 +11,46 @@ import httptools
 from qkv.api.server_request import Header
 from qkv.errors import HeadersTooLarge, MalformedRequest, UnsupportedTransferCoding
 
-__all__ = ["check_head", "path_of", "with_path", "without_upgrade"]
+__all__ = ["check_head", "check_size", "path_of", "with_path", "without_upgrade"]
 
 _MAX_HEADERS: Final = 100
 _MAX_HEAD_BYTES: Final = 1 << 16  # URL, and names and values of headers
 
 
-def check_head(
-    url: bytes,
-    headers: Sequence[Header],
-    by_name: Mapping[bytes, bytes],
-    size_bound: int,
-    version: str,
-) -> None:
+def check_size(header_count: int, size: int) -> None:
+    """Checks the received part of a head, or of the trailers behind a body.
+
+    Args:
+        header_count: headers or trailers so far.
+        size: bytes of the URL, and of their names and values.
+
+    Raises:
+        HeadersTooLarge: it is too large.
+    """
+    if header_count > _MAX_HEADERS:
+        raise HeadersTooLarge(
+            "the request has too many headers or trailers: "
+            f"got {header_count} or more, expected at most {_MAX_HEADERS}"
+        )
+    if size > _MAX_HEAD_BYTES:
+        raise HeadersTooLarge(
+            f"the request's head is too large: got {size} bytes or more, "
+            f"expected at most {_MAX_HEAD_BYTES}"
+        )
+
+
+def check_head(headers: Sequence[Header], by_name: Mapping[bytes, bytes], version: str) -> None:
     """Checks a complete head.
 
     Args:
-        url: the target of the request.
         headers: all headers, their names in lower case.
         by_name: the same, with the values of a name joined.
-        size_bound: an upper bound of the size of the head.
         version: of HTTP.
 
     Raises:
-        HeadersTooLarge, MalformedRequest, UnsupportedTransferCoding: the head is rejected.
+        MalformedRequest, UnsupportedTransferCoding: the head is rejected.
     """
     count = len(headers)
-    if count > _MAX_HEADERS:
-        raise HeadersTooLarge(
-            f"the request has too many headers: got {count}, expected at most {_MAX_HEADERS}"
-        )
-    if size_bound > _MAX_HEAD_BYTES:
-        size = len(url) + sum(len(name) + len(value) for name, value in headers)
-        if size > _MAX_HEAD_BYTES:
-            raise HeadersTooLarge(
-                f"the request's head is too large: got {size} bytes, "
-                f"expected at most {_MAX_HEAD_BYTES}"
-            )
     if version not in ("1.1", "1.0"):
         raise MalformedRequest(f"the version of HTTP is not supported: got {version}, expected 1.1")
     hosts = int(b"host" in by_name)
