@@ -115,6 +115,17 @@ class HttpConnection(asyncio.BufferedProtocol):
         else:
             self._last.keep_alive = False
 
+    def close_if_idle(self) -> bool:
+        """Closes the connection unless it has a request in progress; returns True if it did.
+
+        Part of a head is no request yet, or a client could stay by sending a byte.
+        """
+        is_idle = self._last is None or self._last.response_complete
+        if not is_idle or self.transport.is_closing() or self.transport.get_write_buffer_size():
+            return False
+        self.transport.close()
+        return True
+
     def abort(self) -> None:
         """Closes the connection at once; `close` would wait for the client to read."""
         if self._current is not None and not self._current.response_complete:
@@ -312,6 +323,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._progress.begin_request()
         if self.transport.is_closing():
             return
+        self._server.begin_idle(self)
         self.resume_reading()
         if self._waiting:
             self._start(self._waiting.popleft())

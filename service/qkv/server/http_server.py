@@ -38,6 +38,9 @@ class OpenConnection(Protocol):
     def close_when_idle(self) -> None:
         """Closes the connection once it has no request in progress."""
 
+    def close_if_idle(self) -> bool:
+        """Closes the connection unless it has a request in progress; returns True if it did."""
+
 
 class HttpServer:
     """The state that the connections of an ASGI application share.
@@ -55,7 +58,7 @@ class HttpServer:
 
     Attributes:
         app, observer, error_response, is_draining: as the arguments.
-        connections: the open connections.
+        connections: the open connections; the one that has been idle for longest comes first.
         tasks: those of the requests in progress.
         read_buffer: receives what a connection parses; each read ends before the next begins.
         date: the header Date with its end of line, at most a second old (RFC 9110, section 6.6.1).
@@ -76,7 +79,7 @@ class HttpServer:
     ) -> None:
         self.app, self.observer, self.error_response = app, observer, error_response
         self.is_draining = is_draining
-        self.connections: set[OpenConnection] = set()
+        self.connections: dict[OpenConnection, None] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self.date = b""
@@ -90,15 +93,23 @@ class HttpServer:
 
     def add(self, connection: OpenConnection) -> None:
         """Adds an open connection to those that are checked."""
-        self.connections.add(connection)
+        self.connections[connection] = None
         if self._timer is None:
             self._begin_period()
 
     def remove(self, connection: OpenConnection) -> None:
         """Removes a closed connection."""
-        self.connections.discard(connection)
+        self.connections.pop(connection, None)
         if not self.connections:
             self._all_closed.set()
+
+    def begin_idle(self, connection: OpenConnection) -> None:
+        """Makes a connection the last one to be closed for lack of file descriptors."""
+        self.connections[connection] = self.connections.pop(connection)
+
+    def close_longest_idle(self) -> bool:
+        """Closes the connection without a request for longest; returns False if there is none."""
+        return any(connection.close_if_idle() for connection in self.connections)
 
     async def drain(self, timeout_s: float) -> None:
         """Closes idle connections, and the others once they have their responses.

@@ -110,12 +110,13 @@ async def _serve(app: FastAPI, sockets: Sequence[socket.socket], parent_alive_fd
         runtime.api_keys.reload()  # a signal before this line was ignored
     loop.add_reader(parent_alive_fd, on_supervisor_exit)
     server, listening = new_http_server(app), sockets[0]
-    async with running(runtime), _serving_metrics(runtime, sockets[1:]):
+    async with running(runtime), _serving_metrics(runtime, sockets[1:]) as metrics_servers:
         acceptor = Acceptor(
             listening,
             runtime.worker,
             partial(HttpConnection, server),
             lambda: len(server.connections),
+            lambda: any(each.close_longest_idle() for each in (*metrics_servers, server)),
         )
         acceptor.open()
         runtime.worker.set_ready(True)
@@ -132,7 +133,7 @@ async def _serve(app: FastAPI, sockets: Sequence[socket.socket], parent_alive_fd
 @asynccontextmanager
 async def _serving_metrics(
     runtime: Runtime, sockets: Sequence[socket.socket]
-) -> AsyncGenerator[None]:
+) -> AsyncGenerator[Sequence[HttpServer]]:
     """Serves metrics on these sockets, without balancing: a scrape is rare and short."""
     loop = asyncio.get_running_loop()
     accepting, servers = [], []
@@ -141,7 +142,7 @@ async def _serving_metrics(
         accepting.append(await loop.create_server(partial(HttpConnection, server), sock=listening))
         servers.append(server)
     try:
-        yield
+        yield servers
     finally:
         for each in accepting:
             each.close()
