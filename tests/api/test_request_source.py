@@ -100,13 +100,8 @@ def test_safe_methods_need_no_origin(local: Server) -> None:
     "host",
     [
         *("localhost", "LocalHost:8000", "127.0.0.1", "127.9.9.9:1", "[::1]:80", "a.localhost"),
-        *(
-            "[::ffff:127.0.0.1]",
-            "[::FFFF:7f00:1]:8000",
-            "localhost:",
-            "localhost.",
-            "attention.example.:443",
-        ),
+        *("[::ffff:127.0.0.1]", "[::FFFF:7f00:1]:8000"),
+        *("localhost:", "localhost.", "attention.example.:443"),
         *("attention.example", "attention.example:443", "ATTENTION.example", "[fd00::1]:8000"),
     ],
 )
@@ -119,14 +114,8 @@ def test_names_of_this_machine_and_allowed_hosts_are_served(local: Server, host:
     "host",
     [
         *("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "evillocalhost"),
-        *(
-            "10.0.0.1:8000",
-            "[::2]",
-            "[::ffff:10.0.0.1]",
-            "",
-            "attention.example.evil.example",
-            "x.attention.example",
-        ),
+        *("10.0.0.1:8000", "[::2]", "[::ffff:10.0.0.1]", ""),
+        *("attention.example.evil.example", "x.attention.example"),
         *("127.0.0.1@evil.example", "evil.example:127.0.0.1"),
     ],
 )
