@@ -109,7 +109,7 @@ def slow(server: Server) -> bytes:
     """A request of 1700 runs, which takes seconds."""
     inputs = dict.fromkeys(INPUTS, X * 200)
     body = json.dumps({"inputs": inputs, "variants": ["softmax"] * 16, "repeats": 100}).encode()
-    head = f"POST {COMPARE} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {COMPARE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

@@ -100,6 +100,7 @@ def test_safe_methods_need_no_origin(local: Server) -> None:
     "host",
     [
         *("localhost", "LocalHost:8000", "127.0.0.1", "127.9.9.9:1", "[::1]:80", "a.localhost"),
+        *("[::ffff:127.0.0.1]", "[::FFFF:7f00:1]:8000"),
         *("localhost:", "localhost.", "attention.example.:443"),
         *("attention.example", "attention.example:443", "ATTENTION.example", "[fd00::1]:8000"),
     ],
@@ -113,7 +114,8 @@ def test_names_of_this_machine_and_allowed_hosts_are_served(local: Server, host:
     "host",
     [
         *("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "evillocalhost"),
-        *("10.0.0.1:8000", "[::2]", "", "attention.example.evil.example", "x.attention.example"),
+        *("10.0.0.1:8000", "[::2]", "[::ffff:10.0.0.1]", ""),
+        *("attention.example.evil.example", "x.attention.example"),
         *("127.0.0.1@evil.example", "evil.example:127.0.0.1"),
     ],
 )
@@ -178,6 +180,7 @@ def test_address_of_the_connection_is_served() -> None:
     """Probes and Prometheus use the address of a pod, which the operator does not know."""
     app = create_app(Settings(device="cpu", allowed_hosts="a.example", host="0.0.0.0"))
     assert status_of_host(app, "10.1.2.3:8000", "10.1.2.3") == 200
+    assert status_of_host(app, "[::ffff:10.1.2.3]:8000", "10.1.2.3") == 200
     assert status_of_host(app, "10.1.2.4:8000", "10.1.2.3") == 403
 
 

@@ -51,10 +51,10 @@ def run_sweep(server: Server, **fields: Any) -> list[Event]:
 def open_sweep(server: Server, **fields: Any) -> socket.socket:
     """Returns a socket on which a sweep request has been sent."""
     body = json.dumps(SMALL | fields).encode()
-    head = f"POST {SWEEP} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST {SWEEP} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     connection = socket.create_connection(server.address)
     connection.settimeout(TIMEOUT_S)
-    connection.sendall(head + body)
+    connection.sendall(head.encode() + body)
     return connection
 
 

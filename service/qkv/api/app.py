@@ -72,6 +72,8 @@ __all__ = [
     "queue_limits",
 ]
 
+# qkv has spans and metrics of its own; FastAPI's would be a second set
+_NO_TELEMETRY: Final[Any] = {"tracing": False, "metrics": False, "logs": False}
 _LOG_INTERVAL_S: Final = 0.1  # seconds between writes of the request log
 
 
@@ -139,6 +141,7 @@ def create_app(
         license_info={"name": "Apache 2.0", "identifier": "Apache-2.0"},
         lifespan=lambda _: _running(runtime),
         redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
     )
     direct, routes = _add_routes(app, runtime)
     app.state.runtime, app.state.routes = runtime, routes
@@ -281,7 +284,7 @@ def new_metrics_app(runtime: Runtime) -> FastAPI:
     Args:
         runtime: that of the service.
     """
-    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app = FastAPI(openapi_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY)
     app.include_router(metrics.router(runtime.worker.shared_state, runtime.engine.device_name))
     app.middleware_stack = _observed(Dispatcher(app, {}, runtime.worker), runtime)
     return app

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final
 
 from starlette.responses import Response
@@ -127,7 +127,7 @@ class RequestSourceMiddleware:
 def _may_be_loopback(host: str) -> bool:
     """Returns True for a loopback address, and for a name, whose address is not known here."""
     try:
-        return ip_address(host.removeprefix("::ffff:")).is_loopback
+        return _address(host).is_loopback
     except ValueError:
         return True
 
@@ -140,15 +140,28 @@ def _is_of_this_machine(name: str, scope: Scope) -> bool:
     if name.endswith(".localhost"):  # RFC 6761, section 6.3
         return True
     try:
-        address = ip_address(name.removeprefix("[").removesuffix("]"))
+        address = _address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
         return False
     if address.is_loopback:
         return True
     server = scope.get("server")
-    with suppress(ValueError):  # a socket for both versions of IP has ::ffff:10.0.0.5
-        return server is not None and address == ip_address(server[0].removeprefix("::ffff:"))
+    with suppress(ValueError):
+        return server is not None and address == _address(server[0])
     return False
+
+
+def _address(text: str) -> IPv4Address | IPv6Address:
+    """Returns an address; of IPv4 too if it is mapped into IPv6, as ::ffff:10.0.0.5.
+
+    A socket for both versions of IP has such addresses.
+
+    Raises:
+        ValueError: the text is no address.
+    """
+    address = ip_address(text)
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return address if mapped is None else mapped
 
 
 def _is_origin_of(origin: bytes, host: bytes) -> bool:

@@ -74,6 +74,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         transport: of the socket.
         client: address and port of the client.
         is_write_paused: the client does not read what was written.
+        idle_since: the end of the last response, by the time of the event loop.
     """
 
     transport: asyncio.Transport
@@ -84,6 +85,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         self._app, self._state, self._limits = config.loaded_app, server_state, limits
         self._idle_s = config.timeout_keep_alive
         self._loop = asyncio.get_running_loop()
+        self.idle_since = self._loop.time()
         self.client: tuple[str, int] | None = None
         self._local: tuple[str, int] | None = None
         # the request that is received, or was received last
@@ -139,6 +141,16 @@ class HttpProtocol(asyncio.BufferedProtocol):
             self.transport.close()
         else:
             self._last.keep_alive = False
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request is in progress, and the client has its responses.
+
+        Part of a head is no request yet, or a client could stay by sending a byte.
+        """
+        is_answered = self._last is None or self._last.response_complete
+        has_sent = not self.transport.get_write_buffer_size()
+        return is_answered and has_sent and not self.transport.is_closing()
 
     # bytes
 
@@ -220,7 +232,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         assert self._parser is not None
         parser, head = self._parser, self._head
         version = parser.get_http_version()
-        head.check(version)
+        by_name = head.check(version)
         if parser.should_upgrade():
             if parser.get_method() == b"CONNECT":
                 raise MalformedRequest("CONNECT is not supported: this server is no proxy")
@@ -228,7 +240,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
             return
         scope = head.scope(parser.get_method().decode("ascii"), version)
         keep_alive = version == "1.1" and parser.should_keep_alive()
-        expects = b"100-continue" in [value.lower() for value in head.values(b"expect")]
+        expects = by_name.get(b"expect", b"").lower() == b"100-continue"
         self._reading, self._ignored_bytes = _BODY, 0
         self._head = RequestHead()  # of the trailers
         self._add(scope, keep_alive, expects)
@@ -302,6 +314,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
 
     def on_response_complete(self, exchange: Exchange) -> None:
         """Starts the next request, or closes the connection."""
+        self.idle_since = self._loop.time()
         if exchange.keep_alive:
             self.resume_reading()
             if self._waiting:
@@ -369,7 +382,11 @@ class HttpProtocol(asyncio.BufferedProtocol):
             timeout_s = _LINGER_S if self._is_lingering else self._idle_s
         if self._slow_checks * self._period_s < timeout_s:
             return
-        if self._is_lingering or is_answered or not self._message_count:
+        if (
+            self._is_lingering
+            or (is_answered and self._reading != _HEAD)
+            or not self._message_count
+        ):
             self.transport.close()  # there is no request to respond to
         else:
             self._fail(RequestTimeout("the rest of the request did not arrive in time"))

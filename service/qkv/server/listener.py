@@ -1,6 +1,7 @@
 """The listening socket: binds it, and stops accepting without resetting connections.
 
-The supervisor calls these functions; the workers accept from the socket.
+The workers accept from the socket. In their place the supervisor rejects connections while all of
+them are stuck, and those that none has accepted before the service stops.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import select
 import socket
 import struct
 import sys
+import time
 from typing import Final
 
 import click
@@ -19,10 +21,12 @@ import click
 from qkv.errors import ServiceUnavailable
 from qkv.wire import json
 
-__all__ = ["has_pending", "listen", "reject_pending", "stop_accepting"]
+__all__ = ["Rejections", "has_pending", "listen", "stop_accepting"]
 
 _BACKLOG: Final = 2048
-_MAX_REJECTED: Final = 64  # per call, since clients may reconnect at once for ever
+_MAX_REJECTED: Final = 64  # open ones, since clients may reconnect at once for ever
+_LINGER_S: Final = 2.0  # for the client of a rejected connection to close it
+_DISCARDED_BYTES: Final = 1 << 22  # of a connection, each time the supervisor looks
 # A client whose machine has vanished never closes its connection. The kernel probes it after a
 # minute of silence, and closes the connection after six probes without a reply.
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
@@ -90,21 +94,55 @@ def has_pending(listening: socket.socket) -> bool:
     return bool(select.select([listening], [], [], 0)[0])
 
 
-def reject_pending(listening: socket.socket, error: ServiceUnavailable) -> None:
-    """Accepts the connections in the backlog and responds with 503, in place of the workers."""
-    response = _encode_503(error)
-    listening.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        for _ in range(_MAX_REJECTED):
-            connection, _address = listening.accept()
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(0.2)
-                connection.recv(65536)
-                connection.sendall(response)
-                connection.shutdown(socket.SHUT_WR)
-                # closing over unread bytes would reset the connection before the response is read
-                while connection.recv(65536):
-                    pass
+class Rejections:
+    """The connections that the supervisor accepts and answers with 503, in place of the workers.
+
+    Nothing that a client sends or does not read makes the supervisor wait: each call takes what is
+    there. A connection stays open until its client has closed it, at most `_LINGER_S`, because
+    closing over unread bytes would reset it before its response is read.
+    """
+
+    def __init__(self) -> None:
+        self._close_at: dict[socket.socket, float] = {}  # time, by connection
+
+    def __bool__(self) -> bool:
+        """True if a connection is open."""
+        return bool(self._close_at)
+
+    def accept(self, listening: socket.socket, error: ServiceUnavailable) -> None:
+        """Accepts the connections in the backlog, as long as not too many are open."""
+        response = _encode_503(error)
+        listening.setblocking(False)
+        with contextlib.suppress(OSError):  # none is left, or no file descriptor is
+            while len(self._close_at) < _MAX_REJECTED:
+                connection, _ = listening.accept()
+                connection.setblocking(False)
+                self._close_at[connection] = time.monotonic() + _LINGER_S
+                with contextlib.suppress(OSError):  # the client has closed it
+                    connection.send(response)
+                    connection.shutdown(socket.SHUT_WR)
+
+    def discard_received(self) -> None:
+        """Discards what the clients have sent; closes the connections that have ended."""
+        for connection, close_at in list(self._close_at.items()):
+            if time.monotonic() > close_at or _has_ended(connection):
+                del self._close_at[connection]
+                connection.close()
+
+    def close(self) -> None:
+        """Closes all connections, in a forked process its copies of them."""
+        while self._close_at:
+            self._close_at.popitem()[0].close()
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Discards a bounded part of what a client has sent; returns True if that was the last."""
+    try:
+        return not connection.recv(_DISCARDED_BYTES)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _encode_503(error: ServiceUnavailable) -> bytes:

@@ -38,7 +38,9 @@ class RequestHead:
             HeadersTooLarge: the head is too large.
         """
         self.target += part
-        self._count(len(part))
+        self._bytes += len(part)
+        if self._bytes > MAX_HEAD_BYTES:
+            raise self.too_large()
 
     def add_header(self, name: bytes, value: bytes) -> None:
         """Adds a header.
@@ -46,18 +48,15 @@ class RequestHead:
         Raises:
             HeadersTooLarge: there are too many, or the head is too large.
         """
+        self._bytes += len(name) + len(value)
+        if self._bytes > MAX_HEAD_BYTES:
+            raise self.too_large()
         if len(self.headers) == _MAX_HEADERS:
             raise HeadersTooLarge(
                 "the request has too many headers or trailers: "
                 f"got {_MAX_HEADERS + 1} or more, expected at most {_MAX_HEADERS}"
             )
-        self._count(len(name) + len(value))
         self.headers.append((name.lower(), value))
-
-    def _count(self, size: int) -> None:
-        self._bytes += size
-        if self._bytes > MAX_HEAD_BYTES:
-            raise self.too_large()
 
     @staticmethod
     def too_large() -> HeadersTooLarge:
@@ -67,12 +66,8 @@ class RequestHead:
             f"expected at most {MAX_HEAD_BYTES}"
         )
 
-    def values(self, name: bytes) -> list[bytes]:
-        """Returns the values of all headers of a name in lower case."""
-        return [value for each, value in self.headers if each == name]
-
-    def check(self, version: str) -> None:
-        """Checks a complete head.
+    def check(self, version: str) -> dict[bytes, bytes]:
+        """Checks a complete head; returns the last value of each name.
 
         Args:
             version: of HTTP.
@@ -84,16 +79,23 @@ class RequestHead:
             raise MalformedRequest(
                 f"the version of HTTP is not supported: got {version}, expected 1.1"
             )
-        hosts = len(self.values(b"host"))
+        by_name = dict(self.headers)
+        hosts = int(b"host" in by_name)
+        if len(by_name) < len(self.headers):  # a name comes more than once
+            hosts = len(self._values(b"host"))
         if hosts != 1 and (hosts or version == "1.1"):
             raise MalformedRequest(f"the request needs one Host header: got {hosts}")
-        if codings := self.values(b"transfer-encoding"):
-            coding = b", ".join(codings)
+        if b"transfer-encoding" in by_name:
+            coding = b", ".join(self._values(b"transfer-encoding"))
             if coding.strip().lower() != b"chunked":  # RFC 9112, section 6.1
                 raise UnsupportedTransferCoding(
                     "Transfer-Encoding is not supported: "
                     f"got {coding.decode('latin-1')!r:.60}, expected chunked"
                 )
+        return by_name
+
+    def _values(self, name: bytes) -> list[bytes]:
+        return [value for each, value in self.headers if each == name]
 
     def scope(self, method: str, version: str) -> dict[str, Any]:
         """Returns the part of an ASGI scope that a complete head gives.
@@ -142,7 +144,7 @@ class RequestHead:
         (RFC 9110, section 7.8).
         """
         kept = [h for h in self.headers if h[0] not in (b"upgrade", b"connection")]
-        named = b",".join(self.values(b"connection"))
+        named = b",".join(self._values(b"connection"))
         if b"close" in [token.strip().lower() for token in named.split(b",")]:
             kept.append((b"connection", b"close"))
         lines = b"".join([b"%b: %b\r\n" % header for header in kept])

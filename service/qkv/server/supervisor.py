@@ -91,6 +91,7 @@ class Supervisor:
         self._started_at: list[float] = [0.0] * len(state.processes)
         self._restart_at: dict[int, float] = {}  # by index, of the processes that have exited
         self._stuck_polls: Counter[int] = Counter()  # consecutive ones, by index
+        self._rejections = listener.Rejections()
         self._signal_count = 0
         self._format = LogFormatter(as_json=settings.request_log == "json")
         # no process writes to it; a child reads end of file once the supervisor has exited
@@ -189,6 +190,7 @@ class Supervisor:
         self, index: int, worker: WorkerState, control_socket: socket.socket | None
     ) -> int:
         """Runs a forked process to its end; returns its exit status."""
+        self._rejections.close()
         settings, parent_alive_fd = self._settings, self._parent_alive_pipe[0]
         if self._shared_memory is None or self._broker is None or control_socket is None:
             return run_worker(
@@ -235,7 +237,8 @@ class Supervisor:
         stuck, workers = self._state.stuck_processes, range(len(self._state))
         self._stuck_polls = Counter({index: self._stuck_polls[index] + 1 for index in stuck})
         if min(self._stuck_polls[index] for index in workers) > _STUCK_POLLS:
-            listener.reject_pending(self._listening, ServiceUnavailable("every worker is stuck"))
+            self._rejections.accept(self._listening, ServiceUnavailable("every worker is stuck"))
+        self._rejections.discard_received()
         ready = set(len(self._state) + np.flatnonzero(self._state.device_rows["ready"]))
         for pid, index in self._indices.items():
             is_device = index not in workers
@@ -297,7 +300,7 @@ class Supervisor:
             self._collect_exited()
             time.sleep(_POLL_INTERVAL_S)
         # connections that no worker has accepted
-        listener.reject_pending(self._listening, stopping())
+        self._rejections.accept(self._listening, stopping())
         self._listening.close()
         deadline = time.monotonic() + DRAIN_IDLE_S + self._settings.drain_s + _EXIT_TIMEOUT_S
         workers = range(len(self._state))
@@ -307,7 +310,11 @@ class Supervisor:
                     os.kill(pid, signal.SIGTERM)
             while set(self._indices.values()) & set(group) and time.monotonic() < deadline:
                 self._collect_exited()
+                self._rejections.discard_received()
                 time.sleep(_POLL_INTERVAL_S)
+        while self._rejections:  # each has a deadline
+            self._rejections.discard_received()
+            time.sleep(_POLL_INTERVAL_S)
         remaining_count = len(self._indices)
         self._kill_all()
         return 1 if remaining_count else 0

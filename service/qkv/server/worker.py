@@ -138,6 +138,7 @@ class _WorkerServer(uvicorn.Server):
             runtime.worker,
             self._protocol_of(self.config),
             lambda: len(self.server_state.connections),
+            self._close_longest_idle,
         )
         self._acceptor.open()
         runtime.worker.set_ready(True)
@@ -159,6 +160,14 @@ class _WorkerServer(uvicorn.Server):
             config.load()
         new_protocol: Any = config.http_protocol_class
         return partial(new_protocol, config=config, server_state=self.server_state)
+
+    def _close_longest_idle(self) -> bool:
+        """Closes the connection without a request for longest; returns False if there is none."""
+        every: Any = self.server_state.connections
+        idle: list[HttpProtocol] = [connection for connection in every if connection.is_idle]
+        if idle:
+            min(idle, key=lambda connection: connection.idle_since).transport.close()
+        return bool(idle)
 
     def _on_supervisor_exit(self) -> None:  # nothing would stop or restart this worker
         asyncio.get_running_loop().remove_reader(self._parent_alive_fd)

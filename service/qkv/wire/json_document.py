@@ -15,6 +15,7 @@ import simdjson
 
 from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, pointer_to
 from qkv.wire.json_arrays import MAX_OBJECTS, OBJECT, NestedLists
+from qkv.wire.long_numbers import check_long_numbers
 from qkv.wire.plain_json import (
     MAX_DEPTH,
     MAX_NAME_LENGTH,
@@ -23,8 +24,11 @@ from qkv.wire.plain_json import (
     refuse_large_number,
 )
 
-__all__ = ["Document", "items"]
+__all__ = ["MAX_SUBSTITUTED_BYTES", "Document", "items"]
 
+MAX_SUBSTITUTED_BYTES: Final = 1 << 24
+"""The longest text in which a regular expression replaces numbers. It takes 20 ms for each MiB, and
+holds the GIL all the time."""
 _MAX_VALUES: Final = 10_000  # outside tensors
 # A string, or an integer that may exceed 64 bits, between its neighbours in JSON. The quantifiers
 # are possessive, because there are strings of 64 MiB.
@@ -47,11 +51,14 @@ class Document:
     Raises:
         MalformedRequest: the text is not JSON, or not an object.
         InvalidContent: a number is too large for float64.
+        PayloadTooLarge: it has too many long numbers.
     """
 
     def __init__(self, text: bytes) -> None:
         plain = load_object(text)
         self.is_plain = plain is not None
+        if not self.is_plain:
+            check_long_numbers(text)
         try:
             root = plain if self.is_plain else _parse(text)
         except (ValueError, RuntimeError, MemoryError) as error:
@@ -165,6 +172,12 @@ def _parse(text: bytes) -> Any:
         # simdjson reports these errors only if every string ends
         if not str(error).startswith(("BIGINT_ERROR", "NUMBER_ERROR")):
             raise
+        if len(text) > MAX_SUBSTITUTED_BYTES:
+            raise MalformedRequest(
+                "the body has a malformed number, or an integer beyond 64 bits: got it in "
+                f"{len(text)} bytes, where such an integer needs an exponent, "
+                f"expected at most {MAX_SUBSTITUTED_BYTES} bytes"
+            ) from None
     return simdjson.Parser().parse(_WIDE.sub(_as_float, text, count=MAX_OBJECTS))
 
 

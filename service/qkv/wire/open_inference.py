@@ -24,7 +24,7 @@ from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire import json, json_arrays
 from qkv.wire.casting import cast_untyped
 from qkv.wire.json_arrays import LIST, MAX_AXES, OBJECT, NestedLists, format_node
-from qkv.wire.json_document import Document, items
+from qkv.wire.json_document import MAX_SUBSTITUTED_BYTES, Document, items
 from qkv.wire.message import Message
 from qkv.wire.open_inference_responses import DATATYPES, BinarySize, InferTensor
 
@@ -158,7 +158,7 @@ def _document(text: bytes) -> Document:
         return Document(text)
     except MalformedRequest:
         bare = text.count(b"NaN") + text.count(b"Infinity")
-        if not bare or not _BARE.search(text):
+        if not bare or len(text) > MAX_SUBSTITUTED_BYTES or not _BARE.search(text):
             raise
         if bare > _MAX_BARE:  # each costs a Python object
             raise PayloadTooLarge(
