@@ -8,6 +8,7 @@ objects of many names, such as the header of a checkpoint.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -61,10 +62,15 @@ class RepeatedName(ValueError):
         self.name = name
 
 
-def load_names(text: bytes) -> Any:
+def load_names(text: bytes, parse_int: Callable[[str], int] | None = None) -> Any:
     """Parses JSON whose objects may have any number of names, with the standard library's parser.
 
-    Other parsers do not report repeated names, or search all names for each.
+    Other parsers do not report repeated names, or search all names for each. No message has a part
+    of a text that is not JSON: it may be any file.
+
+    Args:
+        text: UTF-8.
+        parse_int: parses an integer; None: as Python does.
 
     Raises:
         RepeatedName: an object has a name twice.
@@ -72,10 +78,15 @@ def load_names(text: bytes) -> Any:
     """
     try:
         return json.loads(
-            str(text, "utf-8"), object_pairs_hook=_unique_names, parse_constant=_refuse_constant
+            str(text, "utf-8"),
+            object_pairs_hook=_unique_names,
+            parse_constant=_refuse_constant,
+            parse_int=parse_int,
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except UnicodeError:
+        raise ValueError("it is not UTF-8") from None
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -93,32 +93,11 @@ def entry(first: int, last: int, shape: Any = (4,), code: str = "F32") -> dict[s
     return {"dtype": code, "shape": shape, "data_offsets": [first, last]}
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"a": 1},
-        {"a": entry(0, 16, [4.0])},
-        {"a": entry(0, 16, [-4])},
-        {"a": entry(0, 17)},
-        {"a": entry(16, 0)},
-        {"a": entry(0, 1 << 40)},
-        {"a": entry(0, 16, [1 << 62, 0, 4])},
-        {"a": entry(0, 16, [1] * 9)},
-        {"a": entry(0, 16) | {"dtype": None}},
-        {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16, 16]}},
-        [],
-    ],
-)
-def test_hostile_header_is_a_problem(tmp_path: Path, header: Any) -> None:
-    path = write_raw(tmp_path / "bad.safetensors", header, b"\0" * 16)
-    assert "not a safetensors file" in problem_of(path)
-
-
 def test_header_that_is_longer_than_the_file_allocates_nothing(tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     for length in (1 << 62, (1 << 64) - 1, 1 << 20):
         path.write_bytes(length.to_bytes(8, "little") + b"{}")
-        assert "its header has a wrong length" in problem_of(path)
+        assert "the header has a wrong length" in problem_of(path)
 
 
 def test_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
