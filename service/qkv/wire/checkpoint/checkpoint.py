@@ -91,6 +91,15 @@ class Checkpoint:
         """
         return self._file_of(name).read(name)
 
+    def read_into(self, name: str, first: int, buffer: memoryview) -> None:
+        """Reads bytes of a tensor, from byte `first` of it, until the buffer is full.
+
+        Raises:
+            InvalidContent: the file was shortened.
+            OSError: the file cannot be read.
+        """
+        self._file_of(name).read_into(name, first, buffer)
+
     def check_unchanged(self) -> None:
         """Checks that no file has changed since it was opened.
 

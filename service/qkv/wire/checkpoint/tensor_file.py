@@ -99,8 +99,17 @@ class TensorFile:
                 f"{', '.join(DTYPES)}"
             )
         data = memoryview(bytearray(entry.last - entry.first))
-        self._read_into(data, self._start + entry.first)
+        self.read_into(name, 0, data)
         return RawTensor(dtype, entry.shape, data)
+
+    def read_into(self, name: str, first: int, buffer: memoryview) -> None:
+        """Reads bytes of a tensor, from byte `first` of it, until the buffer is full.
+
+        Raises:
+            InvalidContent: the file was shortened.
+            OSError: the file cannot be read.
+        """
+        self._read_into(buffer, self._start + self._entries[name].first + first)
 
     def check_unchanged(self) -> None:
         """Checks that the file has the size and the times that it had when it was opened.
