@@ -78,7 +78,7 @@ say()
 def test_sparse_checkpoint_takes_little_more_than_its_layer(
     tmp_path: Path, layout: str, most: float
 ) -> None:
-    """Whether it fills `QKV_MAX_CHECKPOINT_BYTES`; heads that are interleaved need their matrix."""
+    """It fills `QKV_MAX_CHECKPOINT_BYTES`. Heads that are interleaved need their whole matrix."""
     M = 4096
     shapes = {
         "llama": {f"{role}_proj.weight": (M, M) for role in "qkvo"},
