@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -201,6 +202,9 @@ def test_sighup_reads_the_file_again(command: Callable[..., Process], tmp_path: 
     def all_give(key: str, expected: int) -> bool:
         return all(status(key) == expected for _ in range(8))  # each on a new connection
 
+    def says(words: str) -> bool:
+        return any(words in line for line in served.lines)
+
     assert all_give(A, 200)
     path.write_text(f"alice:{B}\nbatch:{C}:0.2\n")
     served.popen.send_signal(signal.SIGHUP)
@@ -213,7 +217,7 @@ def test_sighup_reads_the_file_again(command: Callable[..., Process], tmp_path: 
     ):
         path.write_text(text)
         served.popen.send_signal(signal.SIGHUP)
-        wait_until(lambda problem=problem: any(problem in line for line in served.lines))
+        wait_until(partial(says, problem))
         assert all_give(B, 200)
     assert sum("the API keys stay as they were" in line for line in served.lines) == 3
     workers = child_pids(served.popen.pid)

@@ -95,8 +95,8 @@ export function checkTensorCount(count) {
 }
 
 /**
- * Parses a header, and checks that its tensors take the bytes behind it without gaps. The verdict is
- * that of the service (wire/safetensors_header.py), for files of every dtype.
+ * Parses a header, and checks that its tensors take the bytes behind it without gaps. The verdict
+ * is that of the service (wire/safetensors_header.py), for files of every dtype.
  *
  * @param {Uint8Array} bytes
  * @param {number} size bytes behind the header
