@@ -13,7 +13,8 @@ from tables import Cell, Table, percentile, spread
 
 __all__ = ["measure_fair_shares"]
 
-KEYS: Final = "alice:a-key:3,batch:b-key"
+ALICE, BATCH = "alice-0123456789ab", "batch-0123456789ab"
+KEYS: Final = f"alice:{ALICE}:3,batch:{BATCH}"
 WEIGHTS: Final = 3  # alice's, of batch's
 SERVICES: Final = {
     "a worker for each CPU": {},
@@ -52,7 +53,7 @@ def _measure(
     for count in (1, flood):
         single, _ = _beside(service, small, large, count, seconds)
         waits.append(percentile([timing.latency_ms for timing in single.timings], 99))
-    alone = load(service.address, _of("b-key", small), seconds, 2 * flood).rate
+    alone = load(service.address, _of(BATCH, small), seconds, 2 * flood).rate
     batch, alice = (result.rate for result in _beside(service, small, small, flood, seconds, flood))
     return [*waits, waits[1] / waits[0], alice / batch, (alice + batch) / alone]
 
@@ -67,8 +68,8 @@ def _beside(
 ) -> tuple[LoadResult, LoadResult]:
     """Sends the requests of batch, and for as long those of alice; returns both results."""
     with ThreadPoolExecutor() as pool:
-        beside = pool.submit(load, service.address, _of("a-key", other), seconds, other_connections)
-        result = load(service.address, _of("b-key", one), seconds, connections)
+        beside = pool.submit(load, service.address, _of(ALICE, other), seconds, other_connections)
+        result = load(service.address, _of(BATCH, one), seconds, connections)
         return result, beside.result()
 
 

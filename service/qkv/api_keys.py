@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["MAX_KEYS", "ApiKey", "ValidApiKeys", "parse_api_keys", "read_api_keys"]
+__all__ = ["LEAST_LENGTH", "MAX_KEYS", "ApiKey", "ValidApiKeys", "parse_api_keys", "read_api_keys"]
 
 MAX_KEYS: Final = 1024
 """The largest number of keys of a service."""
+LEAST_LENGTH: Final = 16
+"""The least number of characters of a key: a guess must be hopeless, and a part of a key no key."""
 _WEIGHT: Final = r"[0-9]{1,6}(\.[0-9]{1,6})?"
 _ENTRY: Final = re.compile(
     r"((?P<name>[A-Za-z0-9._-]{1,64}):)?"
@@ -78,10 +80,11 @@ def parse_api_keys(text: str) -> list[ApiKey]:
 def read_api_keys(path: Path) -> list[ApiKey]:
     """Returns the keys of a file with one on each line, as for `parse_api_keys`.
 
-    Ignores empty lines, and those that begin with #.
+    Ignores empty lines, and those that begin with #. The last line has an end too: without one, the
+    file may be cut short, as while it is written.
 
     Raises:
-        ValueError: the file cannot be read, is too large, has no key, or is invalid.
+        ValueError: the file cannot be read, is too large or cut short, has no key, or is invalid.
     """
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -90,6 +93,8 @@ def read_api_keys(path: Path) -> list[ApiKey]:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if len(text) > _MAX_FILE_BYTES:
         raise ValueError(f"{path} is larger than {_MAX_FILE_BYTES} bytes")
+    if text and not text.endswith("\n"):
+        raise ValueError(f"{path} has no end of line behind its last entry: it may be cut short")
     lines = [line.strip() for line in text.splitlines()]
     entries = [line for line in lines if line and not line.startswith("#")]
     if not entries:
@@ -111,6 +116,11 @@ def _named(entries: list[str]) -> list[ApiKey]:
             raise ValueError(f"entry {place} is invalid: {_EXPECTED}")
         if match["name"] and re.fullmatch(_WEIGHT, match["key"]):  # KEY:WEIGHT would log the key
             raise ValueError(f"entry {place} has no name, or a key like a weight: {_EXPECTED}")
+        if (length := len(match["key"].rstrip("="))) < LEAST_LENGTH:
+            raise ValueError(
+                f"entry {place} has a key that is too short: got {length} characters, expected at "
+                f"least {LEAST_LENGTH}, as openssl rand -hex 32 writes them"
+            )
         keys.append(ApiKey(match["name"] or f"key{place}", match["key"], weight))
     for field in ("name", "key"):
         value, count = Counter(getattr(key, field) for key in keys).most_common(1)[0]

@@ -168,10 +168,10 @@ def test_other_requests_run_before_the_sweep(
 
 
 def test_sweep_needs_a_key(serve: Callable[..., Server]) -> None:
-    guarded = serve(api_keys="secret")
+    guarded = serve(api_keys="secret-0123456789")
     body = SMALL | {"variants": ["mean"], "lengths": [8]}
     assert guarded.http.post(SWEEP, json=body).status_code == 401
-    headers = {"Authorization": "Bearer secret", "X-Request-ID": "mine"}
+    headers = {"Authorization": "Bearer secret-0123456789", "X-Request-ID": "mine"}
     response = guarded.http.post(SWEEP, json=body, headers=headers)
     assert response.status_code == 200
     assert response.headers["x-request-id"] == "mine"

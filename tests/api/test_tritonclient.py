@@ -387,7 +387,10 @@ def test_key_is_sent_in_headers() -> None:
     headers = {"Authorization": f"Bearer {key}"}
     arrays = random_inputs()
     calls: list[Callable[..., Any]] = []
-    with running_server(api_keys=f"another,{key}") as server, triton_client(server.url) as client:
+    with (
+        running_server(api_keys=f"another-0123456789,{key}") as server,
+        triton_client(server.url) as client,
+    ):
         assert client.is_server_live()
         assert client.is_server_ready()
         calls += [

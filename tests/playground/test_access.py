@@ -21,6 +21,9 @@ PICTURES: Final = SCREENSHOTS["README_PICTURES"] | SCREENSHOTS["OTHER_PICTURES"]
 PREPARE: Final = SCREENSHOTS["prepare"]
 
 
+FIRST, SECOND = "first-0123456789", "second-0123456789"
+
+
 def unfold(page: Page) -> None:
     """Opens every section and every `details` element."""
     unfold_sections(page)
@@ -148,7 +151,7 @@ def test_tab_reaches_every_control_and_the_focus_is_visible(
 def test_page_asks_for_the_api_key_and_keeps_it(
     open_page: Open, serve: Callable[..., Server]
 ) -> None:
-    served = serve(api_keys="first,second")
+    served = serve(api_keys=f"{FIRST},{SECOND}")
     opened = open_page(served.url)
     opened.expect_status(401)
     page = opened.page
@@ -165,19 +168,19 @@ def test_page_asks_for_the_api_key_and_keeps_it(
     dialogue.get_by_label("API key").fill(" neither ")
     page.keyboard.press("Enter")
     expect(dialogue).to_contain_text("rejected this key")
-    dialogue.get_by_label("API key").fill("second")
+    dialogue.get_by_label("API key").fill(SECOND)
     dialogue.get_by_role("button", name="Use key").click()
     wait_until_drawn(opened)
     expect(page.locator("#kind")).to_have_text("stochastic")
     code = page.locator("#request code").inner_text()
     assert "QKV_API_KEY" in code
-    assert "second" not in code
+    assert SECOND not in code
     page.reload()  # the tab keeps the key
     wait_until_drawn(opened)
     expect(dialogue).to_be_hidden()
 
 
-@pytest.mark.parametrize("api_keys", ["first", None])
+@pytest.mark.parametrize("api_keys", [FIRST, None])
 def test_api_link_shows_the_document_with_the_key_of_the_tab(
     open_page: Open, serve: Callable[..., Server], api_keys: str | None
 ) -> None:
@@ -200,14 +203,14 @@ def test_api_link_shows_the_document_with_the_key_of_the_tab(
 
 
 def test_page_of_the_api_asks_for_the_key(open_page: Open, serve: Callable[..., Server]) -> None:
-    opened = open_page(serve(api_keys="first").url)
+    opened = open_page(serve(api_keys=FIRST).url)
     opened.expect_status(401)
     page = opened.page
     page.goto(page.url + "docs")
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     expect(page.get_by_role("alert")).to_contain_text("key")
     page.reload()
-    page.get_by_role("textbox", name="API key").fill("first")
+    page.get_by_role("textbox", name="API key").fill(FIRST)
     page.keyboard.press("Enter")
     expect(page.locator("#operations-attention-attend_softmax")).to_be_visible()
 
@@ -215,7 +218,7 @@ def test_page_of_the_api_asks_for_the_key(open_page: Open, serve: Callable[..., 
 def test_page_without_an_api_key_shows_an_error(
     open_page: Open, serve: Callable[..., Server]
 ) -> None:
-    opened = open_page(serve(api_keys="first").url)
+    opened = open_page(serve(api_keys=FIRST).url)
     opened.expect_status(401)
     page = opened.page
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()

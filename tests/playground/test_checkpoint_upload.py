@@ -410,7 +410,7 @@ def wrong_files() -> dict[str, tuple[str, bytes, str]]:
             struct.pack("<Q", 99) + b"{}",
             "is cut off inside its header",
         ),
-        "cut data": ("a.safetensors", file_with(header_of(a=entry(8, 8))), "it is cut off"),
+        "cut data": ("a.safetensors", file_with(header_of(a=entry(8, 8))), "or cut off"),
         "no JSON": (
             "a.safetensors",
             file_with(b"{nope}"),
@@ -419,7 +419,7 @@ def wrong_files() -> dict[str, tuple[str, bytes, str]]:
         "wrong entry": (
             "a.safetensors",
             file_with(b'{"a": 1}'),
-            "invalid shape or invalid offsets",
+            'tensor "a" has the wrong fields',
         ),
         "no layers": (
             "a.safetensors",

@@ -185,15 +185,15 @@ def test_program_prints_the_response(
 def test_api_key_is_read_from_the_environment(
     written: Callable[..., str], serve: Callable[..., Server], tmp_path: Path
 ) -> None:
-    served = serve(api_keys="sec-ret")
+    served = serve(api_keys="sec-ret-0123456789")
     variant, body = REQUESTS["lists"]
     path = f"/v1/attention/{variant}"
     command = written("curl", path, body, served.url, True)
     program = written("python", path, body, served.url, True)
-    assert "sec-ret" not in command + program
-    assert "outputs" in json.loads(bash(command, QKV_API_KEY="sec-ret").stdout)
+    assert "sec-ret-0123456789" not in command + program
+    assert "outputs" in json.loads(bash(command, QKV_API_KEY="sec-ret-0123456789").stdout)
     assert "QKV_API_KEY: is not set" in bash(command, QKV_API_KEY="").stderr
-    (printed,) = python(tmp_path, program, QKV_API_KEY="sec-ret")
+    (printed,) = python(tmp_path, program, QKV_API_KEY="sec-ret-0123456789")
     assert "output\n(2, 2)" in printed
 
 

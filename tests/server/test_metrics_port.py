@@ -17,7 +17,7 @@ from support.processes import Process, wait_until
 from support.service_processes import TINY_BODY, child_pids, refuses_connections, status_of
 
 Command = Callable[..., Process]
-KEY = "a-key"
+KEY = "a-key-0123456789"
 
 
 def start(command: Command, workers: int) -> tuple[Process, str]:

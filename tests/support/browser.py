@@ -36,6 +36,7 @@ TIMEOUT_MS: Final = 30_000.0
 PLAYGROUND: Final = Path(qkv.__file__).parent / "playground"
 
 MODULES: Final = (
+    "checkpoint/checkpoint_files",
     "checkpoint/model_config",
     "compare/sweep_chart",
     "compare/sweep_table",

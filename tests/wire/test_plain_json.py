@@ -21,7 +21,7 @@ from qkv.wire.plain_json import MAX_DEPTH, MAX_NAME_LENGTH, MAX_NAMES, load_obje
 from support.decoder_fuzz import DECODERS, SNIPPETS, VALID_BODIES
 from support.examples import examples
 
-USERS: Final = ("qkv.wire.json_document.load_object", "qkv.wire.safetensors.load_object")
+USERS: Final = ("qkv.wire.json_document.load_object", "qkv.wire.safetensors_header.load_object")
 """The names by which the codecs call it."""
 FIELDS: Final = b'{"parameters":{"causal":true,"window":[1,null]},"outputs":["output"],"id":"7"}'
 

@@ -23,6 +23,8 @@ from qkv.wire.safetensors import aligned_offset, decode, encode
 from support.examples import examples
 from support.json_values import NAMES, arrays, json_values
 from support.known_requests import DTYPES, Array
+from support.safetensors_files import INVALID, STRICTER, file, nested, of_tensors
+from support.safetensors_files import tensor as entry
 
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16"} | {
     "bfloat16": "BF16", "int64": "I64", "bool": "BOOL",
@@ -33,16 +35,6 @@ FIELDS = st.dictionaries(NAMES.filter(lambda n: n not in ("inputs", "encoding"))
 
 def file_of(message: Message, group: str = "inputs") -> bytes:
     return b"".join(encode(message, group))
-
-
-def file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    """Returns an invalid file; a header of bytes is used unchanged."""
-    text = header if isinstance(header, bytes) else stdlib.dumps(header).encode()
-    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
-
-
-def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **more: Any) -> Any:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets} | more
 
 
 def raws(named: dict[str, Array]) -> dict[str, RawTensor]:
@@ -172,22 +164,8 @@ def test_header_of_a_long_list_says_what_to_send_instead() -> None:
         decode(body, "inputs")
     assert caught.value.detail.startswith("the header is too long: got 12")
     assert "expected at most 1048576. Send numbers as tensors" in caught.value.detail
-    with pytest.raises(MalformedRequest, match="wrong length: got 9 bytes, expected at most the 8"):
+    with pytest.raises(MalformedRequest, match="wrong length: got more bytes than the 8 that"):
         decode((9).to_bytes(8, "little") + bytes(8), "inputs")
-
-
-def test_empty_tensor_may_be_anywhere_in_the_header() -> None:
-    """Names have any order; an empty tensor has the first offset of another one."""
-    body = file(
-        {
-            "b": entry(offsets=[4, 8]), "a": entry(offsets=[0, 4]),
-            "none": entry(shape=[0], offsets=[4, 4]), "0": entry(shape=[0], offsets=[0, 0]),
-            "end": entry(shape=[0, 2], offsets=[8, 8]),
-        },
-        bytes(8),
-    )  # fmt: skip
-    assert len(safetensors.deserialize(body)) == 5  # type: ignore[no-untyped-call]
-    assert decode(body, "inputs").tensors.keys() == {"a", "b", "none", "0", "end"}
 
 
 @pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, None])
@@ -199,106 +177,21 @@ def test_other_files_have_no_fields(metadata: dict[str, str] | None) -> None:
 # invalid files
 
 
-def deep(depth: int, inside: bytes = b"") -> bytes:
-    return b"[" * depth + inside + b"]" * depth
-
-
 def many(count: int, twice: bool = False) -> bytes:
     names = [*range(count), *([count - 1] if twice else [])]
     return b"{" + ",".join(f'"{n}":0' for n in names).encode() + b"}"
-
-
-def tensors(**entries: Any) -> bytes:
-    return file(entries, bytes(8))
 
 
 def qkv(text: Any) -> bytes:
     return file({"__metadata__": {"qkv": text}})
 
 
-CRAFTED = {
-    "no bytes": b"",
-    "7 bytes": bytes(7),
-    "length 0": bytes(8),
-    "length 0 with data": bytes(16),
-    "length past the body": file(b"{}", length=3),
-    "length of a gigabyte": file(b"{}", length=1 << 30),
-    "length 2**63": file(b"{}", length=1 << 63),
-    "length 2**64-1": b"\xff" * 16,
+CRAFTED = INVALID | STRICTER | {
     "length past the limit": file(b"{}" + b" " * (1 << 20)),
-    "not JSON": file(b"{'a': 1}"),
-    "not UTF-8": file(b'{"\xff": 1}'),
-    "trailing": file(b"{} {}"),
-    "a list": file([]),
-    "a number": file(1),
-    "null": file(None),
-    "text": file("a"),
-    "twice": file(b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":1}'),
-    "a key twice": file(b'{"a":{"dtype":"F32","dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
-    "metadata twice": file(b'{"__metadata__":{},"__metadata__":{}}'),
-    "nested 1000": file(deep(1000)),
-    "nested 500000": file(deep(500_000)),
-    "nested in a tensor": file(b'{"a":' + deep(100_000) + b"}"),
-    "a long number": file(b'{"a":' + b"9" * 100_000 + b"}"),
     "100,000 names": file(many(100_000)),
     "257 names": file(many(257)),
-    "offset negative": tensors(a=entry(shape=[1], offsets=[-4, 0])),
-    "offsets negative": tensors(a=entry(shape=[2], offsets=[-8, -1])),
-    "offsets reversed": tensors(a=entry(shape=[1], offsets=[8, 4])),
-    "offsets reversed in the middle": tensors(
-        a=entry(shape=[2], offsets=[0, 8]), b=entry(offsets=[8, 4])
-    ),
-    "overlapping": tensors(a=entry(offsets=[0, 4]), b=entry(shape=[2], offsets=[0, 8])),
-    "overlapping in part": tensors(
-        a=entry(shape=[1], offsets=[0, 4]), b=entry("F16", [3], [2, 8])
-    ),
-    "the same twice": tensors(
-        a=entry(shape=[2], offsets=[0, 8]), b=entry(shape=[2], offsets=[0, 8])
-    ),
-    "gap before": tensors(a=entry(offsets=[4, 8])),
-    "gap between": tensors(a=entry("F16", [1], [0, 2]), b=entry(offsets=[4, 8])),
-    "gap after": tensors(a=entry()),
-    "no tensor but data": tensors(),
-    "past the end": tensors(a=entry(shape=[3], offsets=[0, 12])),
-    "far past the end": tensors(a=entry(shape=[2**60], offsets=[0, 2**62])),
-    "offset 2**64": tensors(a=entry(shape=[2], offsets=[0, 2**64])),
-    "offset -2**64": tensors(a=entry(shape=[2], offsets=[-(2**64), 8])),
-    "offsets of floats": tensors(a=entry(shape=[2], offsets=[0.0, 8.0])),
-    "offsets of booleans": tensors(a=entry("BOOL", [1], [False, True])),
-    "offsets of text": tensors(a=entry(shape=[2], offsets=["0", "8"])),
-    "three offsets": tensors(a=entry(shape=[2], offsets=[0, 8, 8])),
-    "one offset": tensors(a=entry(shape=[2], offsets=[0])),
-    "no offsets": tensors(a=entry(shape=[2], offsets=[])),
-    "offsets null": tensors(a=entry(shape=[2], offsets=None)),
-    "offsets an object": tensors(a=entry(shape=[2], offsets={"0": 0})),
-    "a key missing": tensors(a={"dtype": "F32", "shape": [2]}),
-    "a key more": tensors(a=entry(shape=[2], offsets=[0, 8], order="C")),
-    "no key": tensors(a={}),
-    "no object": tensors(a=[]),
-    "no object but null": tensors(a=None),
-    "too few bytes": tensors(a=entry(shape=[3], offsets=[0, 8])),
-    "too many bytes": tensors(a=entry(shape=[1], offsets=[0, 8])),
-    "a wider dtype": tensors(a=entry("F64", [2], [0, 8])),
-    "none in the shape": tensors(a=entry(shape=[0], offsets=[0, 8])),
-    "shape [2**62, 4]": tensors(a=entry(shape=[2**62, 4], offsets=[0, 8])),
-    "shape [2**62, 4] of none": file({"a": entry(shape=[2**62, 4], offsets=[0, 0])}),
-    "shape [2**62, 4, 0]": file({"a": entry(shape=[2**62, 4, 0], offsets=[0, 0])}),
-    "shape [2**62] * 8": tensors(a=entry(shape=[2**62] * 8, offsets=[0, 8])),
-    "shape [2**64]": tensors(a=entry(shape=[2**64], offsets=[0, 8])),
-    "shape negative": tensors(a=entry(shape=[-1, -2], offsets=[0, 8])),
-    "shape of floats": tensors(a=entry(shape=[2.0], offsets=[0, 8])),
-    "shape of booleans": tensors(a=entry("F64", [True], [0, 8])),
-    "shape a number": tensors(a=entry(shape=2, offsets=[0, 8])),
-    "shape null": tensors(a=entry(shape=None, offsets=[0, 8])),
-    "shape nested": tensors(a=entry(shape=[[2]], offsets=[0, 8])),
-    "9 axes": tensors(a=entry("F64", [1] * 9, [0, 8])),
-    "dtype in lower case": tensors(a=entry("f64", [1], [0, 8])),
-    "dtype a list": tensors(a=entry(["F64"], [1], [0, 8])),
-    "dtype null": tensors(a=entry(None, [1], [0, 8])),
     "BOOL of 2": file({"a": entry("BOOL", [3], [0, 3])}, b"\0\1\2"),
     "BOOL of 255": file({"a": entry("BOOL", [1], [0, 1])}, b"\xff"),
-    "metadata a list": file({"__metadata__": []}),
-    "metadata null": file({"__metadata__": None}),
     "qkv not JSON": qkv("{"),
     "qkv empty": qkv(""),
     "qkv a list": qkv("[]"),
@@ -310,15 +203,12 @@ CRAFTED = {
     "qkv with -Infinity": qkv('{"parameters": {"scale": -Infinity}}'),
     "qkv with 1e400": qkv('{"parameters": {"scale": 1e400}}'),
     "qkv with a name twice": qkv('{"outputs": [], "outputs": []}'),
-    "qkv nested": qkv('{"a": ' + deep(100_000).decode() + "}"),
-    "qkv nested 33": qkv('{"a": ' + deep(34).decode() + "}"),
+    "qkv nested": qkv('{"a": ' + nested(100_000).decode() + "}"),
+    "qkv nested 33": qkv('{"a": ' + nested(34).decode() + "}"),
     "qkv with half a character": qkv('{"outputs": ["\\ud800"]}'),
     "qkv with another encoding": qkv('{"encoding": "yaml"}'),
 } | {
-    f"dtype {code}": tensors(a=entry(code, [8], [0, 8]))
-    for code in ("F8_E4M3", "F8_E5M2", "U8", "I8", "F4", "", "\ud800")
-} | {
-    f"dtype {code}": tensors(a=entry(code, [2], [0, 8])) for code in ("I32", "U32")
+    f"dtype {code}": of_tensors(a=entry(code, [8], [0, 8])) for code in ("F8_E5M2", "U8", "I8")
 }  # fmt: skip
 
 

@@ -116,7 +116,7 @@ class Inputs(NamedTuple):
         layer = self.layer.with_numbers(
             arrays_of(message.layer, self.cast_dtype, "layer", "tensors")
         )
-        check_numbers(layer)
+        check_numbers(layer, layer.weights)
         return layer
 
     def check_key_lengths(self, tensors: Mapping[str, RawTensor]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -44,7 +44,7 @@ _LARGE: Final = re.compile(
     rb"[0-9]++(?:\.[0-9]++)?+[eE]\+?[0-9]{2,}+)",
     re.DOTALL,
 )
-_MAX_CANDIDATES: Final = 1_000_000  # strings of a text take half a second
+_MAX_SEARCHED_BYTES: Final = 1 << 20  # a search holds the GIL
 _CONTAINERS: Final = frozenset((dict, list))
 _MAX_BYTES: Final = 1 << 18
 _SHORT_BYTES: Final = 1 << 13
@@ -76,14 +76,16 @@ def load_object(text: bytes) -> dict[str, Any] | None:
 
 
 def refuse_large_number(text: bytes) -> None:
-    """Checks the numbers of a text whose strings end, and that a parser refused.
+    """Checks the numbers of a short text whose strings end, and that a parser refused.
 
     JSON has numbers of any size (RFC 8259, section 6), but float64 ends at 1.8e308.
 
     Raises:
         InvalidContent: a number is too large for float64.
     """
-    for match in islice(_LARGE.finditer(text), _MAX_CANDIDATES):
+    if len(text) > _MAX_SEARCHED_BYTES:
+        return
+    for match in _LARGE.finditer(text):
         number = match[0]
         if not number.startswith(b'"') and math.isinf(float(number)):
             raise InvalidContent(
@@ -100,10 +102,15 @@ class RepeatedName(ValueError):
         self.name = name
 
 
-def load_names(text: bytes) -> Any:
+def load_names(text: bytes, parse_int: Callable[[str], int] | None = None) -> Any:
     """Parses JSON whose objects may have any number of names, with the standard library's parser.
 
-    Other parsers do not report repeated names, or search all names for each.
+    Other parsers do not report repeated names, or search all names for each. No message has a part
+    of a text that is not JSON: it may be any file.
+
+    Args:
+        text: UTF-8.
+        parse_int: parses an integer; None: as Python does.
 
     Raises:
         RepeatedName: an object has a name twice.
@@ -111,10 +118,15 @@ def load_names(text: bytes) -> Any:
     """
     try:
         return json.loads(
-            str(text, "utf-8"), object_pairs_hook=_unique_names, parse_constant=_refuse_constant
+            str(text, "utf-8"),
+            object_pairs_hook=_unique_names,
+            parse_constant=_refuse_constant,
+            parse_int=parse_int,
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except UnicodeError:
+        raise ValueError("it is not UTF-8") from None
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,27 @@ def test_damaged_file_beside_the_tensors_is_a_problem(tmp_path: Path, text: str)
     folder = small_checkpoints.bert(tmp_path / "bad")
     (folder / "qkv.toml").write_text(text)
     assert "qkv.toml: " in problem_of(folder)
+
+
+def test_file_beside_the_tensors_is_bounded_before_it_is_parsed(tmp_path: Path) -> None:
+    """tomllib takes the square of the parts of a key: 3 GB for 56 KB."""
+    folder = small_checkpoints.bert(tmp_path / "bad")
+    path = folder / "qkv.toml"
+    for part, dot in (("a", "."), ("a", "\t. "), ('"\\"a."', "."), ("'a'", ".")):
+        for text in ("{} = 1", "heads = 4\n[layers.{}]", "rope = {{{} = 1}}", "a = [{{{} = 1}}]"):
+            path.write_text(text.format(dot.join([part] * 17)))
+            expected = "qkv.toml: a dotted key is too long: expected at most 16 parts"
+            assert problem_of(folder) == expected
+    path.write_text("# a\n" * (1 << 16) + "#")
+    assert problem_of(folder) == "qkv.toml is too long: expected at most 262144 bytes"
+    path.write_text('heads = 4\n[layers."encoder.layer.0.a.b.c.d.e.f.g.h.i.j.k.l.m"]\nheads = 4')
+    assert "is used by no layer" in problem_of(folder)
+
+
+@pytest.mark.parametrize("content", [b"password", b"\xf3", b"a = '\xf3'", b"\x01", b"[z]\n[z]"])
+def test_problem_has_no_part_of_a_file_that_is_not_toml(tmp_path: Path, content: bytes) -> None:
+    """A link may lead to any file of the machine."""
+    folder = small_checkpoints.bert(tmp_path / "bad")
+    (folder / "qkv.toml").write_bytes(content)
+    problem = problem_of(folder)
+    assert re.fullmatch(r"qkv\.toml: it is not (UTF-8|TOML \(at [a-z0-9, ]+\))", problem)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from safetensors.torch import save_file
 
+from qkv.errors import InvalidContent
+from qkv.jobs.loaded import known_models, model_config
 from support import small_checkpoints
 from support.small_checkpoints import (
     BERT,
@@ -60,7 +65,9 @@ def test_configuration_gives_positions_norms_and_parameters(tmp_path: Path) -> N
         ({"model_type": "bert"}, "the number of heads is not known"),
         ([1, 2], "expected an object"),
         ({"model_type": ["x"], "num_attention_heads": HEADS}, "positions"),
-        (BERT | {"model_type": "gpt_neo", "attention_types": [[None, 3]]}, "cannot be read"),
+        (BERT | {"model_type": "gpt_neo", "attention_types": [[None, 3]]}, "attention_types is"),
+        (GEMMA | {"layer_types": None, "sliding_window_pattern": 0},
+         "config.json: sliding_window_pattern is invalid: got 0, expected an integer, 1 or more"),
         (BERT | {"hidden_size": 10**400}, "config.json: hidden_size is invalid: got 1000"),
         (BERT | {"layer_norm_eps": -1.0}, "layer_norm_eps is invalid: got -1.0, expected a number"),
         (BERT | {"num_attention_heads": 2.5}, "is invalid: got 2.5, expected an integer"),
@@ -70,13 +77,34 @@ def test_configuration_gives_positions_norms_and_parameters(tmp_path: Path) -> N
         (GEMMA | {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar is invalid: got -4, "),
         (LLAMA | {"model_type": "granite", "attention_multiplier": 0}, "_multiplier is invalid: "),
     ],
-)
+)  # fmt: skip
 def test_wrong_configuration_is_a_problem(tmp_path: Path, config: Any, expected: str) -> None:
     folder = small_checkpoints.write(tmp_path / "bad", bert_tensors(), config)
     if isinstance(config, dict) and config.get("model_type") not in (None, "bert", "gpt_neo"):
         (folder / "model.safetensors").unlink()
         save_file(llama_tensors(), folder / "model.safetensors")
     assert expected in problem_of(folder)
+
+
+FIELDS = re.findall(r'"([a-z_]+)"', Path(model_config.__file__).read_text())
+FIELDS += re.findall(r'"([a-z_0-9]+)"', Path(known_models.__file__).read_text())
+ODD: Final = [
+    0, -1, 2, 0.5, 1e300, 10**400, 1e-300, float("inf"), "x", "", True, False, None, [], [None],
+    [[]], [["local"], 1], [[["local"], 0]], [[["local"], "x"]], [[["local"], 2**70]], {},
+    {"rope_type": "yarn"}, {"rope_type": []}, {"rope_type": "linear", "factor": None},
+    {"rope_type": "llama3", "factor": "x"}, {"sliding_attention": 3}, {"full_attention": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", known_models.KNOWN)
+def test_odd_value_of_any_field_is_read_or_named(model_type: str) -> None:
+    """No fault of Python ends the reading, whose message would have neither file nor field."""
+    config = {"num_attention_heads": 4, "use_sliding_window": True, "sliding_window": 4}
+    for field, value in itertools.product(sorted(set(FIELDS)), ODD):
+        odd = config | {"model_type": model_type, field: value}
+        for path in ("model.layers.3.self_attn", "attention"):
+            with contextlib.suppress(InvalidContent):
+                model_config.read_config(odd, path, None)
 
 
 @pytest.mark.parametrize("text", ["{", "", "[" * 100_000, '{"a": NaN}', '{"a": 1, "a": 2}'])

@@ -20,7 +20,7 @@ from support.ray_replicas import raw_request, read_sample, run_replicas
 if TYPE_CHECKING:
     from support.ray_cluster import RayCluster
 
-KEY: Final = "right"
+KEY: Final = "right-0123456789"
 AUTHORIZATION: Final = f"Authorization: Bearer {KEY}"
 LONG: Final = (1, 4, 16384, 4)  # two seconds of one thread
 SHORT: Final = (1, 2, 1024, 16)  # too large for the event loop: it waits for the device

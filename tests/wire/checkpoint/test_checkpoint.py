@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,29 @@ def test_dtypes_that_requests_do_not_have_are_read_as_their_codes(tmp_path: Path
     assert checkpoint.read("F64").numpy() == np.zeros(1)
     with pytest.raises(InvalidContent, match="U8 has an unknown dtype"):
         checkpoint.read("U8")
+
+
+def test_headers_of_a_checkpoint_are_bounded_together(tmp_path: Path) -> None:
+    """Links to one file are one file, whose header is read once."""
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    metadata = {"a": "x" * (9 << 20)}
+    weight_map, files = dict[str, str](), []
+    for i in range(4):
+        header = {"__metadata__": metadata, f"{i}": entry}
+        files.append(write_raw(tmp_path / f"{i}.safetensors", header, size=4))
+        weight_map[f"{i}"] = files[-1].name
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    checkpoint = Checkpoint(index)
+    assert [checkpoint.shape(f"{i}") for i in range(3)] == [(1,)] * 3
+    with pytest.raises(
+        InvalidContent, match=r"too long: expected at most \d+ bytes of the 33554432"
+    ):
+        checkpoint.shape("3")
+    for i, link in ((1, os.symlink), (2, os.link), (3, os.symlink)):
+        files[i].unlink()
+        link(files[0], files[i])
+    entries = {f"{i}": entry | {"data_offsets": [4 * i, 4 * i + 4]} for i in range(4)}
+    write_raw(files[0], {"__metadata__": metadata} | entries, size=16)
+    checkpoint = Checkpoint(index)
+    assert [checkpoint.shape(f"{i}") for i in range(4)] == [(1,)] * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from qkv.attention.layers.layer import Layer
-from qkv.attention.layers.layer_weights import ROLES, SINKS
+from qkv.attention.layers.layer_weights import ROLES, SINKS, Weights
 from qkv.errors import InvalidContent, format_value
 
 __all__ = ["check", "check_numbers"]
@@ -18,7 +18,7 @@ def check(layer: Layer) -> None:
         InvalidContent: they do not, or a matrix is all zeros.
     """
     _check_heads(layer)
-    check_numbers(layer)
+    check_numbers(layer, layer.weights)
     H, G = layer.heads
     assert H is not None
     assert G is not None
@@ -55,13 +55,17 @@ def check(layer: Layer) -> None:
         )
 
 
-def check_numbers(layer: Layer) -> None:
+def check_numbers(layer: Layer, weights: Weights) -> None:
     """Checks the numbers of the matrices.
+
+    Args:
+        layer: has the names of the tensors.
+        weights: of the layer, with numbers.
 
     Raises:
         InvalidContent: a matrix is all zeros.
     """
-    for name, array in layer.weights.items():
+    for name, array in weights.items():
         if array.ndim != 2 or array[0, 0]:
             continue
         with np.errstate(invalid="ignore"):  # a signalling NaN warns

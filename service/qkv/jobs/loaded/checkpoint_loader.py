@@ -7,7 +7,6 @@ pages. Nothing but safetensors, JSON and TOML is read, and no code of a model ru
 from __future__ import annotations
 
 import logging
-import mmap
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,14 +23,15 @@ from qkv.attention.layers.layer import Layer, LoadedProperties
 from qkv.attention.layers.layer_checks import check_numbers
 from qkv.attention.layers.layer_reader import read_layer
 from qkv.attention.layers.layer_sizes import sizes_of
-from qkv.attention.layers.layer_weights import Array, Weights, hollow
+from qkv.attention.layers.layer_weights import Array, hollow
 from qkv.attention.layers.layout_catalogue import FoundLayer
 from qkv.errors import InvalidContent, QkvError
-from qkv.jobs.buffer_layout import ALIGNMENT
 from qkv.jobs.loaded.layer_settings import LayerSettings, ModelFiles
 from qkv.jobs.loaded.loaded_layers import LoadedCheckpoint, LoadedLayers
+from qkv.jobs.loaded.weight_reader import WeightMemory, read_weights, size_in_memory
 from qkv.tensors import DTYPES, FLOATING
 from qkv.wire.checkpoint.checkpoint import Checkpoint
+from qkv.wire.checkpoint.torch_files import COMMAND
 
 __all__ = ["load_checkpoints"]
 
@@ -66,28 +66,43 @@ def load_checkpoints(
     loaded: list[LoadedCheckpoint] = []
     for name, path in paths.items():
         held_bytes = sum(checkpoint.bytes for checkpoint in loaded)
+        whole = path.absolute()  # as messages spell it; a path such as "." is in other words too
         try:
-            layers = _Loader(name, path).load(max_bytes - held_bytes)
+            layers = _Loader(name, whole).load(max_bytes - held_bytes)
             loaded.append(LoadedCheckpoint(name, layers))
         except Exception as error:  # whatever a file does, the other checkpoints are served
             problem = _problem(error)
-            _log.error("checkpoint %s is not served: %s", name, problem)
+            _log.error("checkpoint %s is not served: %s", name, _in_one_line(problem))
             if is_strict:
-                raise InvalidContent(f"checkpoint {name}: {problem}") from None
-            for folder in (path, path.parent):
-                problem = problem.replace(f"{folder}/", "")
-            loaded.append(LoadedCheckpoint(name, {}, problem))
+                raise InvalidContent(f"checkpoint {name}: {_in_one_line(problem)}") from None
+            shown = _in_one_line(_without_folders(problem, whole))
+            loaded.append(LoadedCheckpoint(name, {}, shown))
     return LoadedLayers(loaded)
 
 
 def _problem(error: Exception) -> str:
-    """Returns the problem of a checkpoint in one line, without control characters of a file."""
-    text = f"it cannot be read: {type(error).__name__}: {error}"
     if isinstance(error, QkvError):
-        text = error.detail
-    elif isinstance(error, OSError) and error.filename is not None:
-        text = f"{error.filename}: {error.strerror}"
-    words = " ".join(text.split())
+        return error.detail
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return f"it cannot be read: {type(error).__name__}: {error}"
+
+
+def _without_folders(problem: str, path: Path) -> str:
+    """Returns a problem that clients may see: without the folders of the files.
+
+    Args:
+        problem: with paths as they are, before their white space or other characters are replaced.
+        path: of the checkpoint.
+    """
+    for spelled, shown in ((f"{path}/", ""), (f"{path.parent}/", ""), (str(path), path.name)):
+        problem = problem.replace(spelled, shown)
+    return problem.partition(COMMAND)[0]
+
+
+def _in_one_line(problem: str) -> str:
+    """Returns a problem without control characters of a file."""
+    words = " ".join(problem.split())
     return "".join(c if c.isprintable() else "?" for c in words)[:_MAX_PROBLEM]
 
 
@@ -134,13 +149,13 @@ class _Loader:
         """
         try:
             parts = self._parts()
-            size = sum(_size(part.layer.weights) for part in parts)
+            size = sum(size_in_memory(part.layer.weights) for part in parts)
             if size > max_bytes:
                 raise InvalidContent(
                     f"the layers are too large: got {size} bytes, expected at most {max_bytes} of "
                     "QKV_MAX_CHECKPOINT_BYTES that are left"
                 )
-            memory = _Memory(size)
+            memory = WeightMemory(size)
             layers = {part.name: self._read(part, memory) for part in parts}
             self._checkpoint.check_unchanged()
         finally:
@@ -254,46 +269,25 @@ class _Loader:
         names = {NORM_WEIGHT: f"{norm}.weight", NORM_BIAS: f"{norm}.bias"}
         return {weight: name for weight, name in names.items() if name in self._shapes}
 
-    def _read(self, part: _Part, memory: _Memory) -> Layer:
+    def _read(self, part: _Part, memory: WeightMemory) -> Layer:
         """Returns a layer with its numbers.
 
         Raises:
             InvalidContent: a matrix is all zeros.
         """
-        read = {name: self._checkpoint.read(name).numpy() for name in part.layer.tensors}
-        layer = part.layer.with_numbers(read)
-        check_numbers(layer)
-        weights = dict(layer.weights)
+        weights = read_weights(part.layer, self._checkpoint, memory)
+        check_numbers(part.layer, weights)
         if part.norm is not None:
             for weight, name in self._norm_tensors(part.norm).items():
-                weights[weight] = self._checkpoint.read(name).numpy()
+                weights[weight] = memory.copy(self._checkpoint.read(name).numpy())
         norm = None if part.norm is None else part.settings.norm
         return replace(
-            layer,
+            part.layer,
             tensors={},
-            weights={name: memory.place(array) for name, array in weights.items()},
+            weights=weights,
             ignored=(),
             loaded=LoadedProperties(part.name, part.settings.parameters, norm),
         )
-
-
-class _Memory:
-    """Anonymous memory, shared with the processes that are forked later.
-
-    Args:
-        size: bytes.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._buffer, self._end = mmap.mmap(-1, max(size, 1)), 0
-
-    def place(self, array: Array) -> Array:
-        """Returns a dense, aligned copy of an array."""
-        flat = np.frombuffer(self._buffer, array.dtype, array.size, self._end)
-        placed = flat.reshape(array.shape)
-        np.copyto(placed, array)
-        self._end += _aligned(array.nbytes)
-        return placed
 
 
 def _block(prefix: str) -> str:
@@ -313,11 +307,3 @@ def _names_below(prefixes: Iterable[str], names: Iterable[str]) -> dict[str, lis
         if prefix in below:
             below[prefix].append(name)
     return below
-
-
-def _size(weights: Weights) -> int:
-    return sum(_aligned(array.nbytes) for array in weights.values())
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from qkv.errors import InvalidContent, format_value
+
 __all__ = ["KNOWN", "Config", "KnownModel", "Positions", "has_rope", "has_window", "window_of_neo"]
 
 Config = Mapping[str, Any]
@@ -82,30 +84,53 @@ def window_of_neo(config: Config, index: int | None) -> int | None:
     """Returns the window of a layer of GPT-Neo, whose configuration has fields of its own."""
     if index is None or _kind_in_neo(config, index) != "local":
         return None
-    return int(config.get("window_size", 256))
+    return _integer(config, "window_size", 256, least=1)
 
 
 def _kind_in_neo(config: Config, index: int) -> object:
     """Returns the kind of a layer: "global" or "local"; None if there is no such layer."""
-    layers = config.get("attention_layers")
-    if layers is not None:
+    if (layers := _list(config, "attention_layers", None)) is not None:
         return layers[index] if index < len(layers) else None
-    for kinds, times in config.get("attention_types", [[["global", "local"], 12]]):
-        if index < len(kinds) * times:
-            return kinds[index % len(kinds)]
-        index -= len(kinds) * times
+    for entry in _list(config, "attention_types", [[["global", "local"], 12]]) or ():
+        match entry:
+            case [[*kinds], int(times)]:
+                if index < len(kinds) * times:
+                    return kinds[index % len(kinds)]
+                index -= len(kinds) * times
+            case _:
+                raise _invalid("attention_types", entry, "lists of kinds and of their repetitions")
     return None
+
+
+def _list(config: Config, name: str, default: list[Any] | None) -> list[Any] | None:
+    value = config.get(name)
+    if value is not None and not isinstance(value, list):
+        raise _invalid(name, value, "a list")
+    return default if value is None else value
+
+
+def _integer(config: Config, name: str, default: int, least: int = 0) -> int:
+    value = config.get(name)
+    if value is not None and (type(value) is not int or value < least):
+        raise _invalid(name, value, f"an integer, {least} or more")
+    return default if value is None else value
+
+
+def _invalid(name: str, value: object, expected: str) -> InvalidContent:
+    return InvalidContent(
+        f"config.json: {name} is invalid: got {format_value(value)}, expected {expected}"
+    )
 
 
 def _all_but_each(interval: int) -> _OfLayer:
     def has_window(config: Config, index: int) -> bool:
-        return bool((index + 1) % config.get("sliding_window_pattern", interval) != 0)
+        return (index + 1) % _integer(config, "sliding_window_pattern", interval, least=1) != 0
 
     return has_window
 
 
 def _is_late(config: Config, index: int) -> bool:
-    return bool(index >= config.get("max_window_layers", 28))
+    return index >= _integer(config, "max_window_layers", 28)
 
 
 def _is_early(config: Config, index: int) -> bool:
@@ -116,7 +141,7 @@ def _has_rope_in_smollm(config: Config, index: int) -> bool:
     listed = config.get("no_rope_layers")  # 1: the layer has the embedding
     if isinstance(listed, list) and index < len(listed):
         return bool(listed[index])
-    return bool((index + 1) % config.get("no_rope_layer_interval", 4) != 0)
+    return (index + 1) % _integer(config, "no_rope_layer_interval", 4, least=1) != 0
 
 
 def _has_rope_in_cohere(config: Config, index: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -27,7 +28,13 @@ from qkv.wire.plain_json import load_names
 
 __all__ = ["LayerSettings", "ModelFiles", "NormFields"]
 
-_MAX_BYTES: Final = 16 << 20  # of config.json, and of the file beside it
+_MAX_CONFIG: Final = 16 << 20  # bytes of config.json
+_MAX_TOML: Final = 256 << 10  # bytes of the file beside it: a line for each of 4,096 layers
+_MAX_PARTS: Final = 16  # of a dotted key: tomllib takes time and memory by their square
+_PART: Final = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
+_LONG_KEY: Final = re.compile(
+    rf"""(?<![\w\\-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{_MAX_PARTS}}}"""
+)
 _PARAMETERS: Final = ("causal", "scale", "softcap", "window")
 _POSITIONS: Final = {"rope": "rotary", "alibi": "alibi"}
 _OF_REQUESTS: Final = ("input", "prefix")  # fields of a layer that the file does not have
@@ -90,8 +97,8 @@ class ModelFiles:
     def __init__(self, source: Path) -> None:
         folder = source if source.is_dir() else source.parent
         self._toml_path = folder / "qkv.toml" if source.is_dir() else source.with_suffix(".toml")
-        self._config = _read(folder / "config.json", load_names)
-        self._toml = _read(self._toml_path, lambda text: tomllib.loads(text.decode())) or {}
+        self._config = _read(folder / "config.json", _MAX_CONFIG, load_names)
+        self._toml = _read(self._toml_path, _MAX_TOML, _parse_toml) or {}
         tables = self._toml.pop("layers", {})
         if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
             raise InvalidContent(f"{self._toml_path}: layers is wrong: expected tables of layers")
@@ -166,8 +173,8 @@ class ModelFiles:
             self._unused.pop("positions", None)
         else:
             fields.pop("positions", None)
-        for name in sorted(self._tables, key=len):
-            if f"{block}.".startswith(f"{name}."):
+        for name in accumulate(block.split("."), "{}.{}".format):
+            if name in self._tables:
                 fields |= self._tables[name]
                 self._unused.pop(f'[layers."{name}"]', None)
         known = [name for name in _FileFields.model_fields if name not in _OF_REQUESTS]
@@ -252,12 +259,31 @@ def _check_parameters(parameters: Mapping[str, Any]) -> None:
             )
 
 
-def _read(path: Path, parse: Callable[[bytes], object]) -> dict[str, Any] | None:
+def _parse_toml(text: bytes) -> dict[str, Any]:
+    """Parses TOML.
+
+    Raises:
+        ValueError: it is not TOML, or a key is too long. The message has no part of the text, which
+            may be any file.
+    """
+    try:
+        document = text.decode()
+        if _LONG_KEY.search(document):
+            raise ValueError(f"a dotted key is too long: expected at most {_MAX_PARTS} parts")
+        return tomllib.loads(document)
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"\(at .*\)$", str(error))
+        raise ValueError(f"it is not TOML {place[0] if place else ''}".rstrip()) from None
+
+
+def _read(path: Path, max_bytes: int, parse: Callable[[bytes], object]) -> dict[str, Any] | None:
     """Returns the object in a file; None if there is none."""
     if not path.exists():
         return None
     try:
-        document = parse(read_document(path, _MAX_BYTES))
+        document = parse(read_document(path, max_bytes))
     except (ValueError, RecursionError) as error:
         raise InvalidContent(f"{path}: {error}") from None
     if not isinstance(document, dict):

@@ -200,7 +200,7 @@ def _rope(
             f"{', '.join(_SCALINGS)}"
         )
     given = {n: scaling[n] for n in _SCALINGS[kind] if scaling.get(n) is not None}
-    numbers = {n: v if n in _INTEGERS else float(v) for n, v in given.items()}
+    numbers = {n: v if n in _INTEGERS else _number(given, n) for n, v in given.items()}
     if kind == "yarn" and "original_max_position_embeddings" not in numbers:
         numbers["original_max_position_embeddings"] = config.get("max_position_embeddings", 8192)
     return rope | {"scaling": {"rope_type": kind} | numbers}

@@ -5,7 +5,6 @@ Only the headers are read, until `read` reads a tensor.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path, PureWindowsPath
@@ -13,8 +12,9 @@ from typing import Any, Final
 
 from qkv.errors import InvalidContent, QkvError
 from qkv.tensors import RawTensor
-from qkv.wire.checkpoint.tensor_file import TensorFile
+from qkv.wire.checkpoint.tensor_file import MAX_HEADERS, TensorFile
 from qkv.wire.checkpoint.torch_files import refuse_torch_file
+from qkv.wire.plain_json import load_names
 from qkv.wire.safetensors import decode_metadata
 
 __all__ = ["SUFFIX", "Checkpoint", "is_checkpoint", "read_document"]
@@ -48,6 +48,8 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = _find_in(path) if path.is_dir() else path
         self._open: dict[Path, TensorFile] = {}
+        self._inodes: dict[tuple[int, int], TensorFile] = {}  # links share the file that is open
+        self._header_bytes = 0
         self._files: Mapping[str, Path]  # of each tensor
         if self.path.name.endswith(_INDEX):
             self._files = _read_index(self.path)
@@ -89,18 +91,27 @@ class Checkpoint:
         """
         return self._file_of(name).read(name)
 
+    def read_into(self, name: str, first: int, buffer: memoryview) -> None:
+        """Reads bytes of a tensor, from byte `first` of it, until the buffer is full.
+
+        Raises:
+            InvalidContent: the file was shortened.
+            OSError: the file cannot be read.
+        """
+        self._file_of(name).read_into(name, first, buffer)
+
     def check_unchanged(self) -> None:
         """Checks that no file has changed since it was opened.
 
         Raises:
             InvalidContent: one has.
         """
-        for file in self._open.values():
+        for file in self._inodes.values():
             file.check_unchanged()
 
     def close(self) -> None:
         """Closes the files."""
-        for file in self._open.values():
+        for file in self._inodes.values():
             file.close()
 
     def _file_of(self, name: str) -> TensorFile:
@@ -114,12 +125,24 @@ class Checkpoint:
 
     def _file(self, path: Path) -> TensorFile:
         if path not in self._open:
-            if path != self.path and not path.exists():
-                raise InvalidContent(
-                    f"{self.path}: a file of the index is missing: got no {path.name} beside it"
-                )
-            self._open[path] = TensorFile(path)
+            self._open[path] = self._file_at(path)
         return self._open[path]
+
+    def _file_at(self, path: Path) -> TensorFile:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            if path == self.path:
+                raise
+            raise InvalidContent(
+                f"{self.path}: a file of the index is missing: got no {path.name} beside it"
+            ) from None
+        inode = (status.st_dev, status.st_ino)
+        if inode not in self._inodes:
+            file = TensorFile(path, MAX_HEADERS - self._header_bytes)
+            self._header_bytes += file.header_bytes
+            self._inodes[inode] = file
+        return self._inodes[inode]
 
 
 def read_document(path: Path, max_bytes: int) -> bytes:
@@ -176,8 +199,8 @@ def _read_index(path: Path) -> dict[str, Path]:
         OSError: it cannot be read.
     """
     try:
-        document = json.loads(read_document(path, _MAX_INDEX))
-    except (ValueError, RecursionError) as error:
+        document = load_names(read_document(path, _MAX_INDEX))
+    except ValueError as error:
         raise InvalidContent(f"{path}: not JSON: {error}") from None
     names = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(names, dict) or not names:

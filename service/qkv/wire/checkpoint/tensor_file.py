@@ -1,39 +1,31 @@
 """One safetensors file of a checkpoint, read tensor by tensor.
 
-Format: github.com/huggingface/safetensors, README. The file is read, not mapped: a mapped file that
-another process shortens would end this process by SIGBUS.
+The file is read, not mapped: a mapped file that another process shortens would end this process by
+SIGBUS.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Final
 
-from qkv.errors import InvalidContent
-from qkv.tensors import RawTensor, nbytes
-from qkv.wire.plain_json import load_names
+from qkv.errors import InvalidContent, QkvError
+from qkv.tensors import RawTensor
 from qkv.wire.safetensors import DTYPES
+from qkv.wire.safetensors_header import LENGTH_BYTES, Header, header_length, read_header
 
-__all__ = ["TensorFile"]
+__all__ = ["MAX_HEADERS", "TensorFile"]
 
-_MAX_HEADER: Final = 32 << 20  # 100,000 tensors take less
-_MAX_AXES: Final = 8
-_MAX_NAME: Final = 1024  # characters
+MAX_HEADERS: Final = 32 << 20
+"""Bytes of the headers of a checkpoint, of all files together; 100,000 tensors take less."""
+_MAX_TENSORS: Final = 1 << 18  # of one file
 _READ: Final = 16 << 20  # bytes of one call
-_METADATA: Final = "__metadata__"
 # opening a pipe must not wait; on Windows, text would end at a certain byte
 _FLAGS: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-
-
-class _Entry(NamedTuple):
-    """A tensor of the file: the code of its dtype, its shape, and the place of its bytes."""
-
-    code: str
-    shape: tuple[int, ...]
-    first: int
-    last: int
 
 
 class TensorFile:
@@ -41,27 +33,27 @@ class TensorFile:
 
     Args:
         path: of the file.
+        max_header: bytes that its header may have.
 
     Attributes:
         path: as the argument.
         names: of its tensors.
         metadata: the entry `__metadata__` of the header.
+        header_bytes: of the header.
 
     Raises:
         InvalidContent: it is no safetensors file.
         OSError: it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_header: int = MAX_HEADERS) -> None:
         self.path = path
         self._descriptor = os.open(path, _FLAGS)
         try:
             self._stat = os.fstat(self._descriptor)
             if not stat.S_ISREG(self._stat.st_mode):
                 raise self._error("it is no regular file")
-            header, self._start = self._read_header()
-            self.metadata = header.pop(_METADATA, {})
-            self._entries = {name: self._entry(name, value) for name, value in header.items()}
+            self._entries, self.metadata = self._read_header(max_header)
         except BaseException:
             self.close()
             raise
@@ -107,8 +99,17 @@ class TensorFile:
                 f"{', '.join(DTYPES)}"
             )
         data = memoryview(bytearray(entry.last - entry.first))
-        self._read_into(data, self._start + entry.first)
+        self.read_into(name, 0, data)
         return RawTensor(dtype, entry.shape, data)
+
+    def read_into(self, name: str, first: int, buffer: memoryview) -> None:
+        """Reads bytes of a tensor, from byte `first` of it, until the buffer is full.
+
+        Raises:
+            InvalidContent: the file was shortened.
+            OSError: the file cannot be read.
+        """
+        self._read_into(buffer, self._start + self._entries[name].first + first)
 
     def check_unchanged(self) -> None:
         """Checks that the file has the size and the times that it had when it was opened.
@@ -121,53 +122,30 @@ class TensorFile:
             if getattr(now, field) != getattr(self._stat, field):
                 raise InvalidContent(f"{self.path}: the file changed while it was read")
 
-    def _read_header(self) -> tuple[dict[str, Any], int]:
-        """Returns the header, and the offset of the first tensor."""
+    def _read_header(self, max_bytes: int) -> Header:
         size = self._stat.st_size
-        if size < 8:
-            raise self._error(f"it is too short: got {size} bytes, expected at least 8")
-        head = bytearray(8)
+        head = bytearray(min(LENGTH_BYTES, size))
         self._read_into(memoryview(head), 0)
-        length = int.from_bytes(head, "little")
-        if length > min(_MAX_HEADER, size - 8):
+        with self._named_errors():
+            self.header_bytes = header_length(head, size)
+        if self.header_bytes > max_bytes:
             raise self._error(
-                f"its header has a wrong length: got {length} bytes, expected at most "
-                f"{min(_MAX_HEADER, size - 8)}"
+                f"the header is too long: expected at most {max_bytes} bytes of the {MAX_HEADERS} "
+                "that the headers of a checkpoint may have"
             )
-        text = bytearray(length)
-        self._read_into(memoryview(text), 8)
-        try:
-            header = load_names(bytes(text))
-        except ValueError as error:
-            raise self._error(f"its header is not JSON: {error}") from None
-        if not isinstance(header, dict):
-            raise self._error("its header is no JSON object")
-        return header, 8 + length
+        text = bytearray(self.header_bytes)
+        self._read_into(memoryview(text), LENGTH_BYTES)
+        self._start = LENGTH_BYTES + self.header_bytes
+        with self._named_errors():
+            return read_header(bytes(text), size - self._start, _MAX_TENSORS, lambda _: None)
 
-    def _entry(self, name: str, value: Any) -> _Entry:
-        """Returns the entry of a tensor in the header, whose bytes are in the file."""
-        if len(name) > _MAX_NAME:
-            raise self._error(
-                f"the name {name!r:.60} is too long: got {len(name)} characters, expected at most "
-                f"{_MAX_NAME}"
-            )
-        size = self._stat.st_size - self._start
-        entry = value if isinstance(value, dict) else {}
-        code, shape, place = (entry.get(n) for n in ("dtype", "shape", "data_offsets"))
-        if not isinstance(code, str) or not _are_counts(shape) or not _are_counts(place):
-            raise self._error(f"the entry of {name!r:.60} is wrong")
-        if len(shape) > _MAX_AXES or len(place) != 2 or not place[0] <= place[1] <= size:
-            raise self._error(
-                f"the entry of {name!r:.60} is wrong: got shape {shape!r:.60} and bytes "
-                f"{place!r:.60} of {size}"
-            )
-        first, last = place
-        if code in DTYPES and nbytes(DTYPES[code], shape) != last - first:
-            raise self._error(
-                f"{name!r:.60} has the wrong number of bytes: got {last - first}, expected "
-                f"{nbytes(DTYPES[code], shape)} for {code} of shape {shape}"
-            )
-        return _Entry(code, tuple(shape), first, last)
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Names the file in errors."""
+        try:
+            yield
+        except QkvError as error:
+            raise self._error(error.detail) from None
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         os.lseek(self._descriptor, offset, os.SEEK_SET)
@@ -180,9 +158,3 @@ class TensorFile:
 
     def _error(self, problem: str) -> InvalidContent:
         return InvalidContent(f"{self.path}: not a safetensors file: {problem}")
-
-
-def _are_counts(values: object) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value < 1 << 48 for value in values
-    )

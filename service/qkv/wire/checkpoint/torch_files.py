@@ -9,8 +9,10 @@ from typing import Final
 
 from qkv.errors import InvalidContent
 
-__all__ = ["refuse_torch_file"]
+__all__ = ["COMMAND", "refuse_torch_file"]
 
+COMMAND: Final = ": python -c "
+"""Is in front of the program in the error, which has the path of the file as a shell needs it."""
 _SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
 # some training loops nest the tensors, and those that share memory must be copied
@@ -34,6 +36,6 @@ def refuse_torch_file(path: Path) -> None:
     # double quotes also work on Windows, but need plain names
     quoted = shlex.quote(program) if re.search(r'["$`\\!]', program) else f'"{program}"'
     raise InvalidContent(
-        f"{path} is a pickle, which can run any code. Make a safetensors file of it: "
-        f"python -c {quoted}"
+        f"{path} is a pickle, which can run any code. Make a safetensors file of it"
+        f"{COMMAND}{quoted}"
     )
