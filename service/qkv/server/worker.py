@@ -113,8 +113,7 @@ class _WorkerServer(uvicorn.Server):
     ) -> None:
         super().__init__(new_config(app, runtime))
         self._runtime, self._parent_alive_fd = runtime, parent_alive_fd
-        self._listening, *self._metrics_sockets = sockets
-        self._acceptor: Acceptor | None = None
+        self._sockets, self._acceptors = sockets, list[Acceptor]()
 
     def stop(self, *_: object) -> None:
         """Makes the server drain."""
@@ -129,18 +128,18 @@ class _WorkerServer(uvicorn.Server):
             runtime.api_keys.reload()  # a signal before this line was ignored
         loop.add_reader(self._parent_alive_fd, self._on_supervisor_exit)
         self._failure = loop.create_task(self._stop_on_failure())
-        # without balancing: a scrape is rare and short
-        new_protocol = self._protocol_of(new_config(new_metrics_app(runtime), runtime))
-        for each in self._metrics_sockets:
-            self.servers.append(await loop.create_server(new_protocol, sock=each))
-        self._acceptor = Acceptor(
-            self._listening,
-            runtime.worker,
-            self._protocol_of(self.config),
-            lambda: len(self.server_state.connections),
-            self._close_longest_idle,
-        )
-        self._acceptor.open()
+        configs = [self.config, new_config(new_metrics_app(runtime), runtime)]
+        # no configuration for a second socket that does not exist
+        for listening, config in zip(self._sockets, configs, strict=False):
+            acceptor = Acceptor(
+                listening,
+                runtime.worker,
+                self._protocol_of(config),
+                lambda: len(self.server_state.connections),
+                self._close_longest_idle,
+            )
+            acceptor.open()
+            self._acceptors.append(acceptor)
         runtime.worker.set_ready(True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -149,10 +148,10 @@ class _WorkerServer(uvicorn.Server):
         self._failure.cancel()
         if not self._runtime.engine.failed.is_set():
             await self._until_idle(DRAIN_IDLE_S)
-        assert self._acceptor is not None
-        self._acceptor.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         # in the last worker: the system refuses new connections
-        await super().shutdown(sockets=[self._listening])
+        await super().shutdown(sockets=[*self._sockets])
 
     def _protocol_of(self, config: uvicorn.Config) -> Callable[[], asyncio.BaseProtocol]:
         """Returns what creates the protocol of a connection, as uvicorn does."""

@@ -49,8 +49,8 @@ class Document:
         is_plain: it consists of Python objects, which need no conversion.
 
     Raises:
-        MalformedRequest: the text is not JSON, or not an object.
-        InvalidContent: a number is too large for float64.
+        MalformedRequest: the text is not JSON, has a number too large for float64, or is not an
+            object.
         PayloadTooLarge: it has too many long numbers.
     """
 

@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 import orjson
 
-from qkv.errors import InvalidContent
+from qkv.errors import MalformedRequest
 
 __all__ = [
     "MAX_DEPTH",
@@ -81,14 +81,14 @@ def refuse_large_number(text: bytes) -> None:
     JSON has numbers of any size (RFC 8259, section 6), but float64 ends at 1.8e308.
 
     Raises:
-        InvalidContent: a number is too large for float64.
+        MalformedRequest: a number is too large for float64.
     """
     if len(text) > _MAX_SEARCHED_BYTES:
         return
     for match in _LARGE.finditer(text):
         number = match[0]
         if not number.startswith(b'"') and math.isinf(float(number)):
-            raise InvalidContent(
+            raise MalformedRequest(
                 f"a number is too large: got {number[:60].decode()}"
                 f"{'...' if len(number) > 60 else ''}, expected at most 1.8e308 in size"
             )
