@@ -1,0 +1,278 @@
+"""Compares the layers of a served model with the modules of the real one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from census.real_model import Call, record
+from census.served_model import ServedModel
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qkv.attention.layers.layer import Layer
+from qkv.errors import QkvError
+
+__all__ = ["TOLERANCE", "Place", "Verdict", "compare", "places_of", "record_places"]
+
+TOLERANCE: Final = 1e-3
+"""The largest error of a right layer, relative to the largest number of its module."""
+_CROSS: Final = (
+    "key_value_states", "encoder_hidden_states", "encoder_outputs", "key", "key_states", "cross_x",
+)  # fmt: skip
+_ROLES: Final = ("query", "key", "value")
+
+
+class Verdict(NamedTuple):
+    """What a layer turned out to be.
+
+    Attributes:
+        layer: its name.
+        kind: "right", "wrong", or "not run".
+        error: relative; None: it is not known.
+        detail: of a layer that is not right.
+    """
+
+    layer: str
+    kind: str
+    error: float | None = None
+    detail: str = ""
+
+
+class Place(NamedTuple):
+    """Where a layer is in the model.
+
+    Attributes:
+        attention: the path of its module.
+        roles: the paths of the modules of query, key, value.
+        output: the path of the output projection; None: there is none.
+        block: the path of its block.
+    """
+
+    attention: str
+    roles: tuple[str, ...]
+    output: str | None
+    block: str
+
+    @property
+    def paths(self) -> set[str]:
+        """The paths of all modules that a comparison needs."""
+        parents = [self.attention.rsplit(".", i)[0] for i in range(3)]
+        return {*parents, *self.roles, self.block} | ({self.output} - {None})  # type: ignore[return-value]
+
+
+class TensorNames:
+    """The names in a model of the tensors of its file, found by their numbers.
+
+    Args:
+        model: that was saved.
+        folder: where.
+    """
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        names = {_digest(t): name for name, t in reversed(model.state_dict().items())}
+        self.of_file: dict[str, str] = {}
+        self.tensors: dict[str, Tensor] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 (no mapping)
+                    tensor = file.get_tensor(name)
+                    self.tensors[name] = tensor
+                    if (found := names.get(_digest(tensor))) is not None:
+                        self.of_file[name] = found
+
+
+def _digest(tensor: Tensor) -> bytes:
+    numbers = tensor.detach().cpu().contiguous()
+    return hashlib.sha1(repr(numbers.shape).encode() + numbers.numpy().tobytes()).digest()  # noqa: S324
+
+
+def places_of(
+    names: TensorNames, layers: Mapping[str, Layer], model: PreTrainedModel
+) -> dict[str, Place]:
+    """Returns the place of each layer by its name; those that are not found are left out."""
+    places = {}
+    for name, layer in layers.items():
+        sent = {n: names.of_file[n] for n in layer.names.values() if n in names.of_file}
+        if not sent:
+            continue
+        attention = _parent([name.rpartition(".")[0] for name in sent.values()])
+        matrices = [n for n in sent if names.tensors[n].dim() == 2]
+        output = layer.weights.get("output.weight")
+        out = next((n for n in matrices if _is_same(names.tensors[n], output)), None)
+        roles = tuple(sent[n].rpartition(".")[0] for n in matrices if n != out)
+        block = re.match(r"(.*\.[0-9]+)(\.|$)", attention)
+        places[name] = Place(
+            attention,
+            roles,
+            None if out is None else sent[out].rpartition(".")[0],
+            block[1] if block else attention,
+        )
+    return places
+
+
+def _parent(paths: Sequence[str]) -> str:
+    """Returns the path of the module that has all of these."""
+    every = [path.split(".")[:-1] for path in paths]
+    same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*every, strict=False))
+    return ".".join(parts[0] for parts in same)
+
+
+def _is_same(tensor: Tensor, weight: Any) -> bool:
+    if weight is None:
+        return False
+    found = torch.from_numpy(weight.copy())
+    return any(t.shape == found.shape and bool((t == found).all()) for t in (tensor, tensor.T))
+
+
+def record_places(model: PreTrainedModel, places: Mapping[str, Place]) -> dict[str, Call]:
+    """Returns the first calls of the modules of these places, by path."""
+    known = {path for path, _ in model.named_modules()}
+    paths = set[str]().union(*(place.paths for place in places.values()))
+    return record(model, paths & known)
+
+
+def compare(
+    model: PreTrainedModel, served: ServedModel, names: TensorNames
+) -> Iterator[Verdict]:
+    """Yields the verdict on each layer that is served."""
+    layers = {name: served.layers[name] for name in served.layers.names}
+    places = places_of(names, layers, model)
+    calls = record_places(model, places)
+    for name, layer in layers.items():
+        if name not in places:
+            yield Verdict(name, "not run", detail="its module is not found")
+            continue
+        comparison = _Comparison(model, served, name, places[name], calls)
+        yield comparison.verdict()
+        if layer.loaded is not None and layer.loaded.norm is not None:
+            yield from comparison.with_norm()
+
+
+class _Comparison:
+    """The comparison of one layer."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        served: ServedModel,
+        name: str,
+        place: Place,
+        calls: Mapping[str, Call],
+    ) -> None:
+        self._served, self._name, self._place, self._calls = served, name, place, calls
+        self._model = model
+        self._path, self._call = self._nearest()
+
+    def _nearest(self) -> tuple[str, Call | None]:
+        """Returns the module of the attention, or the nearest one around it that was called."""
+        path = self._place.attention
+        while path:
+            call = self._calls.get(path)
+            if call is not None and call.output is not None and call.x is not None:
+                return path, call
+            path = path.rpartition(".")[0]
+        return self._place.attention, None
+
+    def verdict(self) -> Verdict:
+        """Returns the verdict on the layer with the inputs of its module."""
+        if self._call is None:
+            return Verdict(self._name, "not run", detail="its module was not called")
+        best = self._judge(self._inputs(), self._expected())
+        if best.kind == "wrong" and (inputs := self._inputs_of_roles()) is not None:
+            other = self._judge(inputs, self._expected())
+            best = other if other.kind == "right" else best
+        return best
+
+    def with_norm(self) -> Iterator[Verdict]:
+        """Yields a verdict on the layer with what enters its block, unless that is right."""
+        block = self._calls.get(self._place.block)
+        if self._call is None or block is None or block.x is None:
+            return
+        found = self._judge({"x": _three(block.x)}, self._expected(), input="residual")
+        if found.kind != "right":
+            yield found._replace(layer=f"{self._name} (residual)")
+
+    def _judge(
+        self, inputs: Mapping[str, Tensor], expected: list[Tensor], **fields: Any
+    ) -> Verdict:
+        try:
+            found = self._served.output(self._name, inputs, **fields)
+        except QkvError as error:
+            return Verdict(self._name, "wrong", detail=f"the request is refused: {error.detail}")
+        errors = [e for each in expected if (e := _error(found, each)) is not None]
+        if not errors:
+            shapes = ", ".join(str(list(each.shape)) for each in expected)
+            detail = f"got shape {list(found.shape)}, expected {shapes}"
+            return Verdict(self._name, "wrong", detail=detail)
+        error = min(errors)
+        if error != error:
+            return Verdict(self._name, "not run", detail="the model's numbers are not finite")
+        return Verdict(self._name, "right" if error < TOLERANCE else "wrong", error)
+
+    def _inputs(self) -> dict[str, Tensor]:
+        assert self._call is not None
+        x = self._call.x
+        assert x is not None
+        arguments = self._call.arguments
+        other = next((t for n in _CROSS if isinstance(t := arguments.get(n), Tensor)), None)
+        if other is None:
+            return {"x": _three(x)}
+        value = arguments.get("value", arguments.get("value_states", other))
+        value = value if isinstance(value, Tensor) else other
+        return {"query": _three(x), "key": _three(other), "value": _three(value)}
+
+    def _inputs_of_roles(self) -> dict[str, Tensor] | None:
+        """Returns what the three projections receive, if they are three and it differs."""
+        calls = [self._calls.get(path) for path in self._place.roles]
+        xs = [call.x for call in calls if call is not None and call.x is not None]
+        if len(xs) != len(_ROLES) or all(x.equal(xs[0]) for x in xs[1:]):
+            return None
+        return {role: _three(x) for role, x in zip(_ROLES, xs, strict=True)}
+
+    def _expected(self) -> list[Tensor]:
+        """Returns the output of the attention: that of its module, without a norm behind it."""
+        assert self._call is not None
+        whole = self._call.output
+        assert whole is not None
+        projected = self._calls.get(self._place.output or "")
+        if projected is None or projected.output is None:
+            return [whole]
+        inner = projected.output
+        return [inner] if self._is_only_normed(inner, whole) else [whole]
+
+    def _is_only_normed(self, inner: Tensor, whole: Tensor) -> bool:
+        """Returns True if the module only adds its input, and norms the sum if at all."""
+        assert self._call is not None
+        module = self._model.get_submodule(self._path)
+        norms = [part for part in module.modules() if "Norm" in type(part).__name__]
+        inputs = [t for t in self._call.arguments.values() if isinstance(t, Tensor)]
+        with torch.no_grad():
+            for x in (x for x in inputs if x.shape == inner.shape == whole.shape):
+                for norm in (lambda after: after, *norms):
+                    with contextlib.suppress(RuntimeError):  # a norm of another width
+                        if torch.allclose(norm(x + inner), whole, atol=1e-4):
+                            return True
+        return False
+
+
+def _three(x: Tensor) -> Tensor:
+    """Returns embeddings with the axes (B, L, M)."""
+    if x.dim() == 2:
+        return x[None]
+    return x.flatten(1, -2) if x.dim() > 3 else x
+
+
+def _error(found: Tensor, expected: Tensor) -> float | None:
+    """Returns the largest error, relative to the largest number; None: the shapes differ."""
+    expected = _three(expected.float())
+    if found.shape != expected.shape:
+        return None
+    return float((found - expected).abs().max() / expected.abs().max())

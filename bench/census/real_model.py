@@ -1,0 +1,259 @@
+"""A small model of transformers with random weights, and what its modules receive and return."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from census.small_configs import LENGTH, WIDTH, small_config
+from torch import Tensor, nn
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+__all__ = ["BATCH", "Call", "NotBuilt", "build", "quiet", "record", "save", "tensors_in"]
+
+BATCH: Final = 2
+_MAX_PARAMETERS: Final = 30_000_000
+_SCALE: Final = 1.2  # of a matrix, so that scores and norms matter
+_FRAMES: Final = 64
+
+
+class NotBuilt(Exception):
+    """A model that cannot be built small, or does not run."""
+
+
+@dataclass
+class Call:
+    """The first call of a module.
+
+    Attributes:
+        arguments: by name.
+        output: its first tensor; None: it returned none.
+    """
+
+    arguments: dict[str, Any]
+    output: Tensor | None = field(default=None)
+
+    @property
+    def x(self) -> Tensor | None:
+        """The first argument that is a tensor of numbers."""
+        return next((t for t in self.arguments.values() if _is_floating(t)), None)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps the warnings of transformers about sizes that no real model has."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def build(model_type: str, model_class: Any = None, **changes: Any) -> PreTrainedModel:
+    """Returns a small model with random weights, of which none is trivial.
+
+    Args:
+        model_type: of transformers.
+        model_class: with a head; None: the model without one.
+        **changes: fields of the configuration.
+
+    Raises:
+        NotBuilt: it is impossible, with the reason.
+    """
+    torch.manual_seed(0)
+    try:
+        config = small_config(model_type, **changes)
+        kind = model_class or AutoModel
+        with torch.device("meta"):
+            size = sum(p.numel() for p in kind.from_config(config).parameters())
+        if size > _MAX_PARAMETERS:
+            raise NotBuilt(f"it has {size} parameters")
+        model = kind.from_config(config, attn_implementation="eager").float().eval()
+    except NotBuilt:
+        raise
+    except Exception as error:  # whatever a model of this size does
+        raise NotBuilt(f"{type(error).__name__}: {error}"[:200]) from None
+    _draw(model)
+    for part in model.modules():
+        if isinstance(getattr(part, "config", None), PretrainedConfig):
+            part.config.use_cache = False
+    return model  # type: ignore[no-any-return]
+
+
+def _draw(model: nn.Module) -> None:
+    """Draws all weights: norms are not ones, biases, sinks and gates not zeros."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            numbers = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(numbers * _SCALE / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.nan_to_num_().clamp_(-2, 2).add_(0.3 * numbers)
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Saves a model as its users do.
+
+    Raises:
+        NotBuilt: it cannot be saved.
+    """
+    try:
+        with quiet():
+            model.save_pretrained(folder)
+    except Exception as error:
+        raise NotBuilt(f"save_pretrained: {type(error).__name__}: {error}"[:200]) from None
+
+
+def record(model: PreTrainedModel, paths: Iterable[str]) -> dict[str, Call]:
+    """Runs a model on random inputs; returns the first call of each module of these paths.
+
+    Where the model reaches no call of a module, the part of the model runs that has it.
+    """
+    modules = {path: model.get_submodule(path) for path in paths}
+    calls: dict[str, Call] = {}
+    with contextlib.ExitStack() as stack, torch.no_grad(), quiet():
+        for path, module in modules.items():
+            for hook in _hooks(path, module, calls):
+                stack.callback(hook.remove)
+        for runner in _runners(model):
+            if modules.keys() <= calls.keys():
+                break
+            torch.manual_seed(3)
+            with contextlib.suppress(Exception):  # its other parts still run
+                runner(**_inputs(runner))
+    return calls
+
+
+def _hooks(path: str, module: nn.Module, calls: dict[str, Call]) -> list[Any]:
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if path in calls:
+            return
+        try:
+            bound = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+        except TypeError:
+            bound = {str(i): value for i, value in enumerate(args)} | kwargs
+        for name in ("kwargs", "args"):
+            more = bound.pop(name, {})
+            bound |= more if isinstance(more, dict) else dict(enumerate(more))
+        calls[path] = Call({name: _copied(value) for name, value in bound.items()})
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if path in calls and calls[path].output is None:
+            found = next(iter(tensors_in(output)), None)
+            calls[path].output = None if found is None else found.detach().clone()
+
+    return [
+        module.register_forward_pre_hook(begin, with_kwargs=True),
+        module.register_forward_hook(end),
+    ]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple | list):
+        return tuple(_copied(each) for each in value)
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors of an output in their order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _runners(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Yields the model, then its parts that are models, the larger ones first."""
+    yield model
+    for part in model.modules():
+        if part is not model and isinstance(part, PreTrainedModel):
+            yield part
+    for part in model.modules():  # encoders and stacks of layers that are no models
+        names = list(inspect.signature(part.forward).parameters)
+        if not isinstance(part, PreTrainedModel) and names[:1] and names[0] in (
+            "inputs_embeds", "hidden_states", "hidden_state"
+        ):  # fmt: skip
+            yield part  # type: ignore[misc]
+
+
+def _inputs(model: nn.Module) -> dict[str, Any]:
+    """Returns random inputs for the arguments that a model needs."""
+    parameters = inspect.signature(model.forward).parameters
+    config = getattr(model, "config", None)
+    needed = {n for n, p in parameters.items() if p.default is p.empty and p.kind != p.VAR_KEYWORD}
+    needed |= {getattr(model, "main_input_name", "input_ids")} & parameters.keys()
+    if getattr(config, "is_encoder_decoder", False):
+        needed |= {"decoder_input_ids"} & parameters.keys()
+    if not needed & {*_MAKERS}:
+        needed |= set(list(parameters)[:1])
+    made = {name: _MAKERS[name](config) for name in parameters if name in needed & _MAKERS.keys()}
+    return made
+
+
+def _tokens(config: Any) -> Tensor:
+    return torch.randint(10, 90, (BATCH, LENGTH))
+
+
+def _embeddings(config: Any) -> Tensor:
+    width = next(
+        (v for n in ("hidden_size", "d_model", "dim") if isinstance(v := getattr(config, n, None), int)),
+        WIDTH,
+    )  # fmt: skip
+    return torch.randn(BATCH, LENGTH, width)
+
+
+def _pixels(config: Any) -> Tensor:
+    vision = getattr(config, "vision_config", config)
+    side = getattr(vision, "image_size", 32)
+    sides = tuple(side) if isinstance(side, tuple | list) else (side or 32,) * 2
+    channels = getattr(vision, "num_channels", 3)
+    return torch.randn(BATCH, channels, *sides)
+
+
+def _features(config: Any) -> Tensor:
+    audio = getattr(config, "audio_config", config)
+    bins = next(
+        (v for n in ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_dim")
+         if isinstance(v := getattr(audio, n, None), int)), 16,
+    )  # fmt: skip
+    if audio.model_type in ("whisper", "qwen2_audio_encoder", "voxtral_encoder", "moonshine"):
+        return torch.randn(BATCH, bins, 2 * getattr(audio, "max_source_positions", _FRAMES))
+    return torch.randn(BATCH, _FRAMES, bins)
+
+
+_MAKERS: Final = {
+    "input_ids": _tokens,
+    "decoder_input_ids": _tokens,
+    "attention_mask": lambda config: torch.ones(BATCH, LENGTH, dtype=torch.long),
+    "inputs_embeds": _embeddings,
+    "hidden_states": _embeddings,
+    "hidden_state": _embeddings,
+    "pixel_values": _pixels,
+    "pixel_values_videos": lambda config: _pixels(config)[:, None].repeat(1, 4, 1, 1, 1),
+    "input_features": _features,
+    "input_values": lambda config: torch.randn(BATCH, 4000),
+    "bbox": lambda config: torch.randint(0, 20, (BATCH, LENGTH, 4)).cumsum(-1),
+    "position_ids": lambda config: torch.arange(LENGTH).expand(BATCH, LENGTH),
+}
