@@ -8,11 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from census.comparison import TensorNames, Verdict, compare
+from census.answers import asked_fields, asked_tables, write_answers
+from census.comparison import (
+    TensorNames,
+    Verdict,
+    compare,
+    places_of_found,
+    record_places,
+)
 from census.real_model import NotBuilt, build, quiet, save
 from census.served_model import ServedModel
+from transformers import PreTrainedModel
 
-__all__ = ["Case", "Outcome", "examine"]
+__all__ = ["Answered", "Case", "Outcome", "examine"]
 
 _ASKS: Final = re.compile(r"; write ")
 _NO_LAYER: Final = re.compile(r"has 0 attention layers")
@@ -38,6 +46,20 @@ class Case(NamedTuple):
         return " ".join(part for part in (self.model_type, self.model_class, changes) if part)
 
 
+class Answered(NamedTuple):
+    """What became of a model after all that was asked for was answered.
+
+    Attributes:
+        text: of qkv.toml.
+        problem: the message, unless it is served.
+        verdicts: of the served layers.
+    """
+
+    text: str
+    problem: str
+    verdicts: tuple[Verdict, ...]
+
+
 class Outcome(NamedTuple):
     """What became of a model.
 
@@ -46,23 +68,29 @@ class Outcome(NamedTuple):
         kind: "served", "asks", "refused", "no layer" or "not built".
         problem: the message, unless it is served.
         verdicts: of the served layers.
-        answers: that were written, if it asked.
+        answered: what became of it after answers, if it asked.
     """
 
     case: Case
     kind: str
     problem: str = ""
     verdicts: tuple[Verdict, ...] = ()
-    answers: str = ""
+    answered: Answered | None = None
 
     @property
     def is_wrong(self) -> bool:
         """True if a layer is served with wrong numbers."""
-        return any(verdict.kind == "wrong" for verdict in self.verdicts)
+        after = () if self.answered is None else self.answered.verdicts
+        return any(verdict.kind == "wrong" for verdict in (*self.verdicts, *after))
 
 
-def examine(case: Case) -> Outcome:
-    """Builds a model, serves it as it is, and compares its layers."""
+def examine(case: Case, *, answers: bool = True) -> Outcome:
+    """Builds a model, serves it as it is, and compares its layers.
+
+    Args:
+        case: the model.
+        answers: answer what the service asks for, and compare again.
+    """
     with tempfile.TemporaryDirectory() as name, quiet():
         folder = Path(name)
         try:
@@ -72,10 +100,37 @@ def examine(case: Case) -> Outcome:
             return Outcome(case, "not built", str(error))
         served = ServedModel(folder)
         problem = served.checkpoint.problem or ""
-        if not served.layers.names:
-            return Outcome(case, _kind(problem), problem)
-        verdicts = tuple(compare(model, served, TensorNames(model, folder)))
-        return Outcome(case, "served", problem, verdicts)
+        names = TensorNames(model, folder)
+        verdicts = tuple(compare(model, served, names))
+        kind = "served" if served.layers.names else _kind(problem)
+        if not (answers and _ASKS.search(problem)):
+            return Outcome(case, kind, problem, verdicts)
+        again, last, text = _answered(model, folder, names, problem)
+        return Outcome(case, kind, problem, verdicts, Answered(text, last, again))
+
+
+def _answered(
+    model: PreTrainedModel, folder: Path, names: TensorNames, problem: str
+) -> tuple[tuple[Verdict, ...], str, str]:
+    """Answers until nothing is asked for; returns verdicts, the last problem, the answers."""
+    places = places_of_found(names)
+    calls = record_places(model, places)
+    fields: set[str] = set()
+    tables: set[str] = set()
+    text = ""
+    served = None
+    while _ASKS.search(problem):
+        more = asked_fields(problem) - fields, asked_tables(problem) - tables
+        if not any(more):
+            break
+        fields |= more[0]
+        tables |= more[1]
+        text = write_answers(model, places, calls, fields, tables)
+        (folder / "qkv.toml").write_text(text)
+        served = ServedModel(folder)
+        problem = served.checkpoint.problem or ""
+    verdicts = () if served is None else tuple(compare(model, served, names))
+    return verdicts, problem, text
 
 
 def _class(name: str) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -17,10 +17,13 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from qkv.attention.layers import layout_catalogue
 from qkv.attention.layers.layer import Layer
 from qkv.errors import QkvError
 
-__all__ = ["TOLERANCE", "Place", "Verdict", "compare", "places_of", "record_places"]
+__all__ = [
+    "TOLERANCE", "Place", "TensorNames", "Verdict", "compare", "places_of_found", "record_places",
+]  # fmt: skip
 
 TOLERANCE: Final = 1e-3
 """The largest error of a right layer, relative to the largest number of its module."""
@@ -89,32 +92,51 @@ class TensorNames:
                         self.of_file[name] = found
 
 
+    def place(self, sent: Iterable[str], output: Any) -> Place | None:
+        """Returns the place of a layer in the model; None: it is not found.
+
+        Args:
+            sent: the names of its tensors in the file.
+            output: the weight of its output projection; None: there is none.
+        """
+        matrices = [n for n in sent if n in self.of_file and self.tensors[n].dim() == 2]
+        if not matrices:
+            return None
+        out = next((n for n in matrices if _is_same(self.tensors[n], output)), None)
+        modules = {n: self.of_file[n].rpartition(".")[0] for n in matrices}
+        attention = _parent(list(modules.values()))
+        block = re.match(r"(.*\.[0-9]+)(\.|$)", attention)
+        return Place(
+            attention,
+            tuple(module for name, module in modules.items() if name != out),
+            None if out is None else modules[out],
+            block[1] if block else attention,
+        )
+
+
 def _digest(tensor: Tensor) -> bytes:
     numbers = tensor.detach().cpu().contiguous()
     return hashlib.sha1(repr(numbers.shape).encode() + numbers.numpy().tobytes()).digest()  # noqa: S324
 
 
-def places_of(
-    names: TensorNames, layers: Mapping[str, Layer], model: PreTrainedModel
-) -> dict[str, Place]:
+def places_of(names: TensorNames, layers: Mapping[str, Layer]) -> dict[str, Place]:
     """Returns the place of each layer by its name; those that are not found are left out."""
     places = {}
     for name, layer in layers.items():
-        sent = {n: names.of_file[n] for n in layer.names.values() if n in names.of_file}
-        if not sent:
-            continue
-        attention = _parent([name.rpartition(".")[0] for name in sent.values()])
-        matrices = [n for n in sent if names.tensors[n].dim() == 2]
-        output = layer.weights.get("output.weight")
-        out = next((n for n in matrices if _is_same(names.tensors[n], output)), None)
-        roles = tuple(sent[n].rpartition(".")[0] for n in matrices if n != out)
-        block = re.match(r"(.*\.[0-9]+)(\.|$)", attention)
-        places[name] = Place(
-            attention,
-            roles,
-            None if out is None else sent[out].rpartition(".")[0],
-            block[1] if block else attention,
-        )
+        place = names.place(layer.names.values(), layer.weights.get("output.weight"))
+        if place is not None:
+            places[name] = place
+    return places
+
+
+def places_of_found(names: TensorNames) -> dict[str, Place]:
+    """Returns the place of each layer that the names in the file show, by its path there."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in names.tensors.items()}
+    places = {}
+    for found in layout_catalogue.find_layers(shapes):
+        place = names.place([found.prefix + name for name in found.shapes], None)
+        if place is not None:
+            places[found.prefix.rstrip(".")] = place
     return places
 
 
@@ -136,7 +158,8 @@ def record_places(model: PreTrainedModel, places: Mapping[str, Place]) -> dict[s
     """Returns the first calls of the modules of these places, by path."""
     known = {path for path, _ in model.named_modules()}
     paths = set[str]().union(*(place.paths for place in places.values()))
-    return record(model, paths & known)
+    needed = {place.attention for place in places.values()}
+    return record(model, paths & known, needed & known)
 
 
 def compare(
@@ -144,7 +167,7 @@ def compare(
 ) -> Iterator[Verdict]:
     """Yields the verdict on each layer that is served."""
     layers = {name: served.layers[name] for name in served.layers.names}
-    places = places_of(names, layers, model)
+    places = places_of(names, layers)
     calls = record_places(model, places)
     for name, layer in layers.items():
         if name not in places:
@@ -257,7 +280,7 @@ class _Comparison:
         with torch.no_grad():
             for x in (x for x in inputs if x.shape == inner.shape == whole.shape):
                 for norm in (lambda after: after, *norms):
-                    with contextlib.suppress(RuntimeError):  # a norm of another width
+                    with contextlib.suppress(RuntimeError, TypeError):  # a norm of other inputs
                         if torch.allclose(norm(x + inner), whole, atol=1e-4):
                             return True
         return False

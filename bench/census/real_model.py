@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ import torch
 from census.small_configs import LENGTH, WIDTH, small_config
 from torch import Tensor, nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 __all__ = ["BATCH", "Call", "NotBuilt", "build", "quiet", "record", "save", "tensors_in"]
 
 BATCH: Final = 2
+_log = logging.getLogger(__name__)
 _MAX_PARAMETERS: Final = 30_000_000
 _SCALE: Final = 1.2  # of a matrix, so that scores and norms matter
 _FRAMES: Final = 64
@@ -49,15 +51,15 @@ class Call:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keeps the warnings of transformers about sizes that no real model has."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(level)
+        transformers_logging.set_verbosity(level)
 
 
 def build(model_type: str, model_class: Any = None, **changes: Any) -> PreTrainedModel:
@@ -116,10 +118,16 @@ def save(model: PreTrainedModel, folder: Path) -> None:
         raise NotBuilt(f"save_pretrained: {type(error).__name__}: {error}"[:200]) from None
 
 
-def record(model: PreTrainedModel, paths: Iterable[str]) -> dict[str, Call]:
+def record(
+    model: PreTrainedModel, paths: Iterable[str], needed: Iterable[str]
+) -> dict[str, Call]:
     """Runs a model on random inputs; returns the first call of each module of these paths.
 
-    Where the model reaches no call of a module, the part of the model runs that has it.
+    Args:
+        model: the model.
+        paths: of modules.
+        needed: those of them that must be called: if the model calls one of them nowhere, its
+            parts run alone.
     """
     modules = {path: model.get_submodule(path) for path in paths}
     calls: dict[str, Call] = {}
@@ -128,11 +136,13 @@ def record(model: PreTrainedModel, paths: Iterable[str]) -> dict[str, Call]:
             for hook in _hooks(path, module, calls):
                 stack.callback(hook.remove)
         for runner in _runners(model):
-            if modules.keys() <= calls.keys():
+            if calls.keys() >= {*needed}:
                 break
             torch.manual_seed(3)
-            with contextlib.suppress(Exception):  # its other parts still run
+            try:
                 runner(**_inputs(runner))
+            except Exception:  # its other parts still run
+                _log.debug("%s does not run", type(runner).__name__, exc_info=True)
     return calls
 
 
