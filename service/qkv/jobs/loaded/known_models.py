@@ -39,6 +39,7 @@ class KnownModel:
         has_rope: tells whether a layer has the rotary embedding; None: all have it.
         norm_offset: added to the weights of its norms.
         layout: of its attention, where names and shapes fit several.
+        has_both_sides: it may see later keys, by `use_bidirectional_attention`.
     """
 
     positions: Positions
@@ -53,6 +54,7 @@ class KnownModel:
     has_rope: _OfLayer | None = None
     norm_offset: Literal[0, 1] = 0
     layout: str | None = None
+    has_both_sides: bool = False
 
 
 def has_window(config: Config, known: KnownModel, index: int | None) -> bool:
@@ -129,7 +131,9 @@ _DECODER: Final = KnownModel("none", causal=True)
 _ROTARY: Final = KnownModel("rotary", causal=True)
 _INTERLEAVED: Final = replace(_ROTARY, order="interleaved")
 _GEMMA: Final = replace(_ROTARY, norm_offset=1)
-_GEMMA3: Final = replace(_GEMMA, base=1e6, local_base=1e4, has_window=_all_but_each(6))
+_GEMMA3: Final = replace(
+    _GEMMA, base=1e6, local_base=1e4, has_window=_all_but_each(6), has_both_sides=True
+)
 _QWEN: Final = replace(_ROTARY, is_window_optional=True)
 _SMOLLM: Final = replace(
     _QWEN,
@@ -139,12 +143,13 @@ _SMOLLM: Final = replace(
 )
 _COHERE2: Final = replace(_INTERLEAVED, has_window=_all_but_each(4))
 _ENCODERS: Final = (
-    "albert bert camembert clip_vision_model deit distilbert electra roberta vit xlm_roberta"
+    "albert bert camembert clip_vision_model deit distilbert electra roberta vit xlm-roberta"
 )
 
 KNOWN: Final[Mapping[str, KnownModel]] = {
     **dict.fromkeys(_ENCODERS.split(), _ENCODER),
-    **dict.fromkeys(("clip_text_model", "gpt2", "gpt_bigcode", "gpt_neo", "opt"), _DECODER),
+    **dict.fromkeys(("clip_text_model", "gpt2", "gpt_neo", "opt"), _DECODER),
+    "gpt_bigcode": replace(_DECODER, layout="falcon"),
     "bloom": KnownModel("alibi", causal=True, layout="bloom"),
     "falcon": replace(_ROTARY, layout="falcon"),
     **dict.fromkeys(("granite", "llama", "mistral", "olmo", "olmo2", "phi3"), _ROTARY),
@@ -165,6 +170,7 @@ KNOWN: Final[Mapping[str, KnownModel]] = {
     "cohere2": replace(_COHERE2, has_rope=_has_rope_in_cohere),
     **dict.fromkeys(("glm", "glm4"), replace(_INTERLEAVED, share=0.5)),
     **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), replace(_INTERLEAVED, base=500000)),
+    "codegen": replace(_INTERLEAVED, dims=64, layout="codegen"),
     "gptj": replace(_INTERLEAVED, dims=64),
     "whisper": _ENCODER,
 }

@@ -5,6 +5,7 @@ The names are those of configurations of transformers.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -21,6 +22,7 @@ from qkv.jobs.loaded.known_models import (
     has_window,
     window_of_neo,
 )
+from qkv.jobs.loaded.model_parts import part_of
 
 __all__ = ["LayerConfig", "read_config"]
 
@@ -42,10 +44,12 @@ _SCALINGS: Final = {
     ),
 }
 _INTEGERS: Final = ("original_max_position_embeddings", "truncate")
-_CHANGES_SCORES: Final = {  # fields of configurations, by the parameter that they may give
-    "window": ("sliding_window",),
-    "softcap": ("attn_logit_softcapping",),
-    "scale": ("query_pre_attn_scalar", "attention_multiplier"),
+_MAY_MATTER: Final = {  # parts of the names of fields of unknown types, by what they may give
+    "positions": "rope|rotary|alibi|relative|position_embedding_type",
+    "window": "window|attention_chunk|chunk_size|local_att|layer_types|attention_types",
+    "softcap": "soft_?cap|logits?_cap",
+    "scale": "temperature|mscale|query_pre_attn|attention_multiplier|scale_(attn|qk)|"
+    "(attn|attention|softmax|qk|query).*scal",
 }
 _CROSS: Final = "crossattention|encoder_attn"  # modules whose keys come from the encoder
 _RMS_EPS: Final = ("rms_norm_eps",)
@@ -64,7 +68,8 @@ class LayerConfig(NamedTuple):
         positions: of the attention; None: not known.
         layout: of the tensors, where names and shapes fit several; None: not known.
         norm: of the model; None: not known.
-        asks: what a configuration of an unknown type leaves open, by the name of a field.
+        asks: what a configuration leaves open, with the reason, by the name of a field of the
+            operator's file.
     """
 
     fields: Mapping[str, Any] = {}
@@ -87,7 +92,7 @@ def read_config(document: Config, path: str, width: int | None) -> LayerConfig:
         InvalidContent: the model changes its scores in a way that no layer holds, a number is out
             of range, or the configuration is that of another model.
     """
-    config, model_type = _part_of(document, path)
+    config, model_type = part_of(document, path)
     _check_width(config, width)
     if isinstance(config.get("clip_qkv"), int | float):
         raise InvalidContent("clip_qkv is not supported: queries, keys and values are clipped")
@@ -113,24 +118,23 @@ def read_config(document: Config, path: str, width: int | None) -> LayerConfig:
 
 def _asks(config: Config, model_type: str) -> dict[str, str]:
     """Returns what the configuration of an unknown model leaves open, with the reason."""
-    whose = f"of the model type {model_type!r:.60}" if model_type else "of the model"
-    asks = {"positions": f"the positions {whose} are not known"}
-    for field, names in _CHANGES_SCORES.items():
-        for name in names:
-            if config.get(name) not in (None, False):
-                asks[field] = f"config.json has {name}, and its use {whose} is not known"
+    whose = f"the model type {model_type!r:.60} is not known"
+    if not model_type:
+        whose = "config.json has no part that is known to be of these layers"
+        whose = whose if not config else "config.json has no model type"
+    asks = {"causal": whose, "positions": whose}
+    for field, pattern in _MAY_MATTER.items():
+        names = [n for n, value in config.items() if re.search(pattern, n) and _says(value)]
+        if names:
+            asks[field] = f"config.json has {', '.join(names)}"
     return asks
 
 
-def _part_of(document: Config, path: str) -> tuple[Config, str]:
-    """Returns the part of a configuration that a layer belongs to, and the type of the model."""
-    names = ("text_config",)
-    if re.search(r"vision|visual|image", path):
-        names = ("vision_config",)
-    parts = [document[name] for name in names if isinstance(document.get(name), dict)]
-    config = parts[0] if parts else document
-    model_type = config.get("model_type") or document.get("model_type") or ""
-    return config, str(model_type)
+def _says(value: object) -> bool:
+    """Returns True if a field says more than that a model lacks something."""
+    if isinstance(value, list):
+        return set(map(str, value)) - {"full_attention", "attention", "global"} != set()
+    return bool(value)
 
 
 def _check_width(config: Config, width: int | None) -> None:
@@ -155,7 +159,8 @@ def _heads(config: Config, path: str) -> int | None:
 
 
 def _key_heads(config: Config, model_type: str) -> int | None:
-    if model_type == "falcon" and not config.get("new_decoder_architecture"):
+    is_old_falcon = model_type == "falcon" and not config.get("new_decoder_architecture")
+    if is_old_falcon or model_type == "gpt_bigcode":
         return None if config.get("multi_query") is False else 1
     return _integer(config, "num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
@@ -191,9 +196,20 @@ def _rope(
         rope["base"] = float(base)
     if (dims := _turning_channels(every, known, heads)) is not None:
         rope["dims"] = dims
+    if (numbers := _numbers_of_scaling(config, scaling)) is not None:
+        rope["scaling"] = numbers
+    return rope
+
+
+def _numbers_of_scaling(config: Config, scaling: Config) -> dict[str, Any] | None:
+    """Returns the field `rope.scaling` of a layer; None: its frequencies are not scaled.
+
+    Raises:
+        InvalidContent: the kind of scaling is not supported.
+    """
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
-        return rope
+        return None
     if kind not in _SCALINGS:
         raise InvalidContent(
             f"the scaling of the rotary embedding is not supported: got {kind!r:.60}, expected "
@@ -201,9 +217,24 @@ def _rope(
         )
     given = {n: scaling[n] for n in _SCALINGS[kind] if scaling.get(n) is not None}
     numbers = {n: v if n in _INTEGERS else float(v) for n, v in given.items()}
-    if kind == "yarn" and "original_max_position_embeddings" not in numbers:
-        numbers["original_max_position_embeddings"] = config.get("max_position_embeddings", 8192)
-    return rope | {"scaling": {"rope_type": kind} | numbers}
+    if kind == "linear":
+        return {"rope_type": kind} | numbers
+    of_model = _integer(config, "original_max_position_embeddings")
+    length = of_model or _integer(scaling, "original_max_position_embeddings")
+    longest = _integer(config, "max_position_embeddings") or 8192
+    numbers["original_max_position_embeddings"] = length = length or longest
+    if kind == "yarn":
+        factor = numbers.setdefault("factor", longest / length)
+        scales = [_number(scaling, name) for name in ("mscale", "mscale_all_dim")]
+        if all(scales) and "attention_factor" not in numbers:
+            first, second = (_amplitude(factor, scale or 1.0) for scale in scales)
+            numbers["attention_factor"] = first / second
+    return {"rope_type": kind} | numbers
+
+
+def _amplitude(factor: float, scale: float) -> float:
+    """Returns YaRN's factor of the rotated channels."""
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _scaling(config: Config, index: int | None, is_local: bool) -> dict[str, Any]:
@@ -236,24 +267,37 @@ def _parameters(
 ) -> dict[str, Any]:
     """Returns the parameters of a variant that the model's attention has."""
     parameters: dict[str, Any] = {}
-    architectures = config.get("architectures")
-    names = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
+    sees_later = known.has_both_sides and config.get("use_bidirectional_attention") is True
     is_decoder = known.causal or config.get("is_decoder") is True
     if model_type == "whisper":
         is_decoder = "decoder." in path
-    is_decoder = is_decoder or re.search(r"CausalLM|LMHead", names) is not None
-    if is_decoder and not re.search(_CROSS, path):
+    is_whole = config.get("is_causal") is False
+    if is_decoder and not is_whole and not sees_later and not re.search(_CROSS, path):
         parameters["causal"] = True
-    length = _integer(config, "sliding_window")
-    if model_type == "gpt_neo":
-        length = window_of_neo(config, index)
-    elif length is not None and not has_window(config, known, index):
-        length = None
-    if length is not None:
-        parameters["window"] = [length - 1, 0 if "causal" in parameters else length - 1]
+    if (length := _window(config, model_type, known, index)) is not None:
+        # masks of both sides have one more key, except those of Gemma 3 itself, which halve it
+        length = length // 2 + 1 if sees_later else length
+        left = length if is_whole else length - 1
+        parameters["window"] = [left, 0 if "causal" in parameters else left]
     if softcap := _number(config, "attn_logit_softcapping"):
         parameters["softcap"] = float(softcap)
     return parameters
+
+
+def _window(config: Config, model_type: str, known: KnownModel, index: int | None) -> int | None:
+    """Returns the number of keys in the window of a layer; None: it has none.
+
+    Raises:
+        InvalidContent: it has no key.
+    """
+    if model_type == "gpt_neo":
+        return window_of_neo(config, index)
+    length = _integer(config, "sliding_window")
+    if length is None or not has_window(config, known, index):
+        return None
+    if length == 0:
+        raise InvalidContent("config.json: sliding_window is invalid: got 0, expected 1 or more")
+    return length
 
 
 def _scale(config: Config, model_type: str, index: int | None, heads: int | None) -> float | None:
