@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["asked_fields", "asked_tables", "write_answers"]
 
-_FIELDS: Final = "positions|rope|alibi|causal|window|softcap|scale|heads|kv_heads|layout"
+_FIELDS: Final = "positions|rope|alibi|causal|window|softcap|scale|heads|qk_norm|layout"
 _TABLES: Final = (
     ("position_embeddings",), ("cos", "sin"), ("rotary_pos_emb",), ("freqs_cis",),
     ("position_embeddings_global",), ("position_encodings",), ("rotary_position_embeddings",),
@@ -33,6 +33,8 @@ _SOFTCAPS: Final = ("attn_logit_softcapping", "softcap", "logits_soft_cap", "att
 _HEADS: Final = (
     "num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_attn_heads", "nhead",
 )  # fmt: skip
+_QK_NORM: Final = r"(^|\.)(q|k|query|key)_?(layer)?_?norm$"
+_EPS: Final = ("variance_epsilon", "eps", "epsilon")
 _SCALINGS: Final = ("linear", "llama3", "yarn")
 _NOT_SCALING: Final = ("rope_theta", "partial_rotary_factor", "type", "mrope_section")
 
@@ -107,6 +109,8 @@ class _Answers:
             yield "window", [10**6 if e is None else e for e in (left, right)] if is_bounded else False
         if "heads" in fields:
             yield "heads", self._number(_HEADS) or 1
+        if "qk_norm" in fields:
+            yield "qk_norm", self._qk_norm()
         if "scale" in fields:
             yield "scale", self._scale()
         if "softcap" in fields:
@@ -127,6 +131,13 @@ class _Answers:
                 width = getattr(self._module, "head_dim", None)
                 return False if width and abs(value - width**-0.5) < 1e-6 else float(value)
         return False
+
+    def _qk_norm(self) -> dict[str, Any]:
+        """Returns the numbers of the norms of queries and keys."""
+        norms = [m for n, m in self._module.named_modules() if re.search(_QK_NORM, n)]
+        numbers = [e for m in norms for n in _EPS if isinstance(e := getattr(m, n, None), float)]
+        is_offset = any("1.0 + self.weight" in inspect.getsource(type(m).forward) for m in norms)
+        return {"eps": numbers[0] if numbers else 1e-6} | ({"offset": 1} if is_offset else {})
 
     def _reach(self) -> tuple[int | None, int | None]:
         """Returns how many tokens the module sees to the left and to the right; None: all."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 __all__ = ["Answered", "Case", "Outcome", "examine"]
 
-_ASKS: Final = re.compile(r"; write ")
+_ASKS: Final = re.compile(r"; write (below|into) ")
 _NO_LAYER: Final = re.compile(r"has 0 attention layers")
 
 
@@ -99,7 +99,7 @@ def examine(case: Case, *, answers: bool = True) -> Outcome:
         except NotBuilt as error:
             return Outcome(case, "not built", str(error))
         served = ServedModel(folder)
-        problem = served.checkpoint.problem or ""
+        problem = served.problem
         names = TensorNames(model, folder)
         verdicts = tuple(compare(model, served, names))
         kind = "served" if served.layers.names else _kind(problem)
@@ -119,7 +119,7 @@ def _answered(
     tables: set[str] = set()
     text = ""
     served = None
-    while _ASKS.search(problem):
+    while _ASKS.search(problem):  # a second time for what follows from the first answers
         more = asked_fields(problem) - fields, asked_tables(problem) - tables
         if not any(more):
             break
@@ -128,7 +128,7 @@ def _answered(
         text = write_answers(model, places, calls, fields, tables)
         (folder / "qkv.toml").write_text(text)
         served = ServedModel(folder)
-        problem = served.checkpoint.problem or ""
+        problem = served.problem
     verdicts = () if served is None else tuple(compare(model, served, names))
     return verdicts, problem, text
 

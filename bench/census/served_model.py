@@ -49,6 +49,11 @@ class ServedModel:
         (checkpoint,) = self.layers.checkpoints
         return checkpoint
 
+    @property
+    def problem(self) -> str:
+        """The reasons why layers are not served; "" if all are."""
+        return self.checkpoint.problem or " | ".join(self.checkpoint.unserved.values())
+
     def output(self, name: str, inputs: Mapping[str, Tensor], **fields: Any) -> Tensor:
         """Returns the output of a layer, the heads side by side, as a request gets it.
 
