@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from census.comparison import Place
+from census.comparison import Place, keys_of, with_three_axes
 from census.real_model import Call, tensors_in
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -28,6 +28,7 @@ _TABLES: Final = (
     ("position_embeddings_global",), ("position_encodings",), ("rotary_position_embeddings",),
     ("sinusoidal_pos",), ("rotary_emb",), ("rope",),
 )  # fmt: skip
+_RELATIVE: Final = ("position_bias", "relative_position_bias", "rel_pos", "relative_pos")
 _SCALES: Final = ("scaling", "scale", "softmax_scale", "attention_scale", "inv_norm_factor")
 _SOFTCAPS: Final = ("attn_logit_softcapping", "softcap", "logits_soft_cap", "attn_logit_softcap")
 _HEADS: Final = (
@@ -71,7 +72,9 @@ def write_answers(
         block = _block(prefix) if blocks[_block(prefix)] == 1 else prefix
         if tables and not any(f"{block}.".startswith(f"{table}.") for table in tables):
             continue
-        answers = dict(_Answers(model, place, calls).of(fields))
+        answers: dict[str, Any] = {}
+        with contextlib.suppress(NoAnswer):  # the service asks again, and the layer is not served
+            answers = dict(_Answers(model, place, calls).of(fields))
         lines = "".join(f"{name} = {_toml(value)}\n" for name, value in answers.items())
         texts.append(f'[layers."{block}"]\n{lines}' if block else lines)
     return "".join(texts)
@@ -86,6 +89,10 @@ def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{n} = {_toml(v)}" for n, v in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+
+
+class NoAnswer(Exception):
+    """A property that no line of qkv.toml expresses."""
 
 
 class _Answers:
@@ -108,7 +115,7 @@ class _Answers:
             is_bounded = left is not None or right not in (None, 0)
             yield "window", [10**6 if e is None else e for e in (left, right)] if is_bounded else False
         if "heads" in fields:
-            yield "heads", self._number(_HEADS) or 1
+            yield "heads", self._heads()
         if "qk_norm" in fields:
             yield "qk_norm", self._qk_norm()
         if "scale" in fields:
@@ -123,6 +130,13 @@ class _Answers:
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     return value
         return None
+
+    def _heads(self) -> int:
+        width = getattr(self._module, "head_dim", None)
+        query = getattr(self._module, "q_proj", None)
+        if isinstance(width, int) and isinstance(query, nn.Linear):
+            return query.out_features // width
+        return self._number(_HEADS) or 1
 
     def _scale(self) -> float | bool:
         for name in _SCALES:
@@ -142,9 +156,11 @@ class _Answers:
     def _reach(self) -> tuple[int | None, int | None]:
         """Returns how many tokens the module sees to the left and to the right; None: all."""
         x = None if self._call is None else self._call.x
+        if self._call is not None and keys_of(self._call) is not None:
+            return None, None
         if self._call is None or x is None or x.dim() != 3:
             return None, 0 if getattr(self._module, "is_causal", False) is True else None
-        last = x.shape[1] - 1
+        last = with_three_axes(x).shape[1] - 1
         first_seen_by, last_seen_by = (self._rows_that_see(x, token) for token in (0, last))
         if not first_seen_by or not last_seen_by:
             return None, 0 if getattr(self._module, "is_causal", False) is True else None
@@ -154,10 +170,12 @@ class _Answers:
     def _rows_that_see(self, x: Tensor, token: int) -> list[int]:
         """Returns the rows of the output that a token changes."""
         changed = x.clone()
-        changed[:, token] = torch.randn_like(changed[:, token]) * changed.abs().max()
+        tokens = with_three_axes(changed)
+        tokens[:, token] = torch.randn_like(tokens[:, token]) * changed.abs().max()
         before, after = self._run(x), self._run(changed)
         if before is None or after is None or before.dim() != 3:
             return []
+        before, after = with_three_axes(before), with_three_axes(after)
         rows = (before - after).abs().amax((0, 2)) > 1e-5 * before.abs().max()
         return [int(i) for i in rows.nonzero()]
 
@@ -175,6 +193,8 @@ class _Answers:
         if getattr(self._config, "alibi", False) is True or "alibi" in arguments:
             yield "positions", "alibi"
             return
+        if any(isinstance(arguments.get(n), Tensor) for n in _RELATIVE):
+            raise NoAnswer
         rope = self._rope(arguments)
         if rope is None:
             yield "positions", "none"
@@ -191,8 +211,13 @@ class _Answers:
         if tables is not None and not self._uses_tables(arguments):
             return None
         fields: dict[str, Any] = {"order": "interleaved"} if _is_interleaved(self._module) else {}
-        found = None if tables is None else _base_and_dims(tables)
         parameters = getattr(self._config, "rope_parameters", None) or {}
+        found = None
+        if tables is not None:
+            kind = parameters.get("rope_type", "default")
+            found = _base_and_dims(tables, self._call.x)
+            if found is None or (found[0] is None and kind not in _SCALINGS):
+                raise NoAnswer
         theta = parameters.get("rope_theta", getattr(self._config, "rope_theta", 10000.0))
         base, dims = found or (theta, None)
         fields["base"] = float(base if base is not None else theta)
@@ -239,30 +264,37 @@ def _tables(names: tuple[str, ...], arguments: Mapping[str, Any]) -> tuple[Tenso
         return values[0].real, values[0].imag
     if len(values) == 1 and isinstance(values[0], tuple):
         values = list(values[0])
+    if names == ("sinusoidal_pos",) and isinstance(values[0], Tensor):
+        sin, cos = values[0].chunk(2, dim=-1)
+        return cos, sin
     if len(values) == 2 and all(isinstance(v, Tensor) and v.is_floating_point() for v in values):
         return values[0], values[1]  # type: ignore[return-value]
     return None
 
 
-def _base_and_dims(tables: tuple[Tensor, Tensor]) -> tuple[float | None, int] | None:
+def _base_and_dims(tables: tuple[Tensor, Tensor], x: Tensor) -> tuple[float | None, int] | None:
     """Returns base and number of turning channels of rotary tables.
 
     Returns:
-        a base of None if no base gives these tables; None if they are of an unknown form.
+        a base of None if no base gives these tables; None if they are of another form: some tokens
+        do not turn, or positions have several axes.
     """
     cos, sin = (table.reshape(-1, *table.shape[-2:])[0].float() for table in tables)
-    if len(cos) < 3:
+    length = with_three_axes(x).shape[1]
+    if len(cos) != length or length < 3:
         return None
     angles = torch.atan2(sin[1], cos[1])
     dims = len(angles)
     rates = angles[: dims // 2]
     if not torch.allclose(rates, angles[dims // 2 :], atol=1e-5):
         pairs = angles.view(-1, 2)
-        if not torch.allclose(pairs[:, 0], pairs[:, 1], atol=1e-5):
-            rates, dims = angles, 2 * dims  # one column for each pair
-        else:
-            rates = pairs[:, 0]
-    if len(rates) < 2 or abs(float(rates[0]) - 1) > 1e-4 or rates[1] <= 0:
+        is_paired = torch.allclose(pairs[:, 0], pairs[:, 1], atol=1e-5)
+        rates, dims = (pairs[:, 0], dims) if is_paired else (angles, 2 * dims)
+    turns = torch.outer(torch.arange(length).float(), angles)
+    size = (cos[1] ** 2 + sin[1] ** 2).sqrt()
+    if not torch.allclose(turns.cos() * size, cos, atol=1e-3):
+        return None
+    if abs(float(rates[0]) - 1) > 1e-4 or len(rates) < 2 or rates[1] <= 0:
         return None, dims
     base = float(f"{float(rates[1].double() ** (-len(rates))):.4g}")
     powers = base ** (-torch.arange(len(rates)).double() / len(rates))

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from census.real_model import Call, record
+from census.real_model import BATCH, Call, record, tensors_in
 from census.served_model import ServedModel
+from census.small_configs import LENGTH
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,7 +23,8 @@ from qkv.attention.layers.layer import Layer
 from qkv.errors import QkvError
 
 __all__ = [
-    "TOLERANCE", "Place", "TensorNames", "Verdict", "compare", "places_of_found", "record_places",
+    "TOLERANCE", "Place", "TensorNames", "Verdict", "compare", "keys_of", "places_of_found", "record_places",
+    "with_three_axes",
 ]  # fmt: skip
 
 TOLERANCE: Final = 1e-3
@@ -30,6 +32,7 @@ TOLERANCE: Final = 1e-3
 _CROSS: Final = (
     "key_value_states", "encoder_hidden_states", "encoder_outputs", "key", "key_states", "cross_x",
 )  # fmt: skip
+_LENGTHS: Final = (LENGTH, 17)  # of tokens, and of the patches of a small image
 _ROLES: Final = ("query", "key", "value")
 
 
@@ -67,8 +70,7 @@ class Place(NamedTuple):
     @property
     def paths(self) -> set[str]:
         """The paths of all modules that a comparison needs."""
-        parents = [self.attention.rsplit(".", i)[0] for i in range(3)]
-        return {*parents, *self.roles, self.block} | ({self.output} - {None})  # type: ignore[return-value]
+        return {path for path in (self.attention, *self.roles, self.output, self.block) if path}
 
 
 class TensorNames:
@@ -104,7 +106,12 @@ class TensorNames:
             return None
         out = next((n for n in matrices if _is_same(self.tensors[n], output)), None)
         modules = {n: self.of_file[n].rpartition(".")[0] for n in matrices}
-        attention = _parent(list(modules.values()))
+        # a matrix is the weight of a module below the attention, or a parameter of its own
+        holders = [
+            module.rpartition(".")[0] if self.of_file[name].endswith(".weight") else module
+            for name, module in modules.items()
+        ]
+        attention = _parent(holders)
         block = re.match(r"(.*\.[0-9]+)(\.|$)", attention)
         return Place(
             attention,
@@ -141,8 +148,8 @@ def places_of_found(names: TensorNames) -> dict[str, Place]:
 
 
 def _parent(paths: Sequence[str]) -> str:
-    """Returns the path of the module that has all of these."""
-    every = [path.split(".")[:-1] for path in paths]
+    """Returns the longest path that all of these begin with."""
+    every = [path.split(".") for path in paths]
     same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*every, strict=False))
     return ".".join(parts[0] for parts in same)
 
@@ -192,17 +199,8 @@ class _Comparison:
     ) -> None:
         self._served, self._name, self._place, self._calls = served, name, place, calls
         self._model = model
-        self._path, self._call = self._nearest()
-
-    def _nearest(self) -> tuple[str, Call | None]:
-        """Returns the module of the attention, or the nearest one around it that was called."""
-        path = self._place.attention
-        while path:
-            call = self._calls.get(path)
-            if call is not None and call.output is not None and call.x is not None:
-                return path, call
-            path = path.rpartition(".")[0]
-        return self._place.attention, None
+        call = calls.get(place.attention)
+        self._call = call if call is not None and call.output is not None else None
 
     def verdict(self) -> Verdict:
         """Returns the verdict on the layer with the inputs of its module."""
@@ -212,14 +210,34 @@ class _Comparison:
         if best.kind == "wrong" and (inputs := self._inputs_of_roles()) is not None:
             other = self._judge(inputs, self._expected())
             best = other if other.kind == "right" else best
+        if best.kind == "wrong" and (whole := self._without_mask()) is not None:
+            other = self._judge(self._inputs(), whole)
+            best = other if other.kind == "right" else best
         return best
+
+    def _without_mask(self) -> list[Tensor] | None:
+        """Returns the output without a mask that a request would send; None: there is none.
+
+        Such a mask hides other keys than the later ones.
+        """
+        assert self._call is not None
+        arguments = self._call.arguments
+        mask = arguments.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dim() < 3 or mask.shape[-1] < 2:
+            return None
+        if is_hidden(mask)[..., 0, 1:].all():
+            return None
+        with contextlib.suppress(Exception), torch.no_grad():
+            module = self._model.get_submodule(self._place.attention)
+            return [next(tensors_in(module(**{**arguments, "attention_mask": None})))]
+        return None
 
     def with_norm(self) -> Iterator[Verdict]:
         """Yields a verdict on the layer with what enters its block, unless that is right."""
         block = self._calls.get(self._place.block)
         if self._call is None or block is None or block.x is None:
             return
-        found = self._judge({"x": _three(block.x)}, self._expected(), input="residual")
+        found = self._judge({"x": with_three_axes(block.x)}, self._expected(), input="residual")
         if found.kind != "right":
             yield found._replace(layer=f"{self._name} (residual)")
 
@@ -245,12 +263,12 @@ class _Comparison:
         x = self._call.x
         assert x is not None
         arguments = self._call.arguments
-        other = next((t for n in _CROSS if isinstance(t := arguments.get(n), Tensor)), None)
+        other = keys_of(self._call)
         if other is None:
-            return {"x": _three(x)}
+            return {"x": with_three_axes(x)}
         value = arguments.get("value", arguments.get("value_states", other))
         value = value if isinstance(value, Tensor) else other
-        return {"query": _three(x), "key": _three(other), "value": _three(value)}
+        return {"query": with_three_axes(x), "key": with_three_axes(other), "value": with_three_axes(value)}
 
     def _inputs_of_roles(self) -> dict[str, Tensor] | None:
         """Returns what the three projections receive, if they are three and it differs."""
@@ -258,7 +276,7 @@ class _Comparison:
         xs = [call.x for call in calls if call is not None and call.x is not None]
         if len(xs) != len(_ROLES) or all(x.equal(xs[0]) for x in xs[1:]):
             return None
-        return {role: _three(x) for role, x in zip(_ROLES, xs, strict=True)}
+        return {role: with_three_axes(x) for role, x in zip(_ROLES, xs, strict=True)}
 
     def _expected(self) -> list[Tensor]:
         """Returns the output of the attention: that of its module, without a norm behind it."""
@@ -274,7 +292,7 @@ class _Comparison:
     def _is_only_normed(self, inner: Tensor, whole: Tensor) -> bool:
         """Returns True if the module only adds its input, and norms the sum if at all."""
         assert self._call is not None
-        module = self._model.get_submodule(self._path)
+        module = self._model.get_submodule(self._place.attention)
         norms = [part for part in module.modules() if "Norm" in type(part).__name__]
         inputs = [t for t in self._call.arguments.values() if isinstance(t, Tensor)]
         with torch.no_grad():
@@ -286,16 +304,30 @@ class _Comparison:
         return False
 
 
-def _three(x: Tensor) -> Tensor:
-    """Returns embeddings with the axes (B, L, M)."""
+def keys_of(call: Call) -> Tensor | None:
+    """Returns what the keys of a module are made of; None: its queries' embeddings."""
+    found = (t for n in _CROSS if isinstance(t := call.arguments.get(n), Tensor))
+    other = next(found, None)
+    return None if other is None or call.x is None or other.equal(call.x) else other
+
+
+def is_hidden(mask: Tensor) -> Tensor:
+    """Returns True for the keys that a mask hides."""
+    return ~mask if mask.dtype == torch.bool else mask < -1
+
+
+def with_three_axes(x: Tensor) -> Tensor:
+    """Returns embeddings with the axes (B, L, M). Some modules have (L, B, M)."""
     if x.dim() == 2:
         return x[None]
+    if x.dim() == 3 and x.shape[1] == BATCH and x.shape[0] in _LENGTHS:
+        return x.transpose(0, 1)
     return x.flatten(1, -2) if x.dim() > 3 else x
 
 
 def _error(found: Tensor, expected: Tensor) -> float | None:
     """Returns the largest error, relative to the largest number; None: the shapes differ."""
-    expected = _three(expected.float())
+    expected = with_three_axes(expected.float())
     if found.shape != expected.shape:
         return None
     return float((found - expected).abs().max() / expected.abs().max())

@@ -76,12 +76,12 @@ def build(model_type: str, model_class: Any = None, **changes: Any) -> PreTraine
     torch.manual_seed(0)
     try:
         config = small_config(model_type, **changes)
-        kind = model_class or AutoModel
+        make = AutoModel.from_config if model_class is None else model_class._from_config
         with torch.device("meta"):
-            size = sum(p.numel() for p in kind.from_config(config).parameters())
+            size = sum(p.numel() for p in make(config).parameters())
         if size > _MAX_PARAMETERS:
             raise NotBuilt(f"it has {size} parameters")
-        model = kind.from_config(config, attn_implementation="eager").float().eval()
+        model = make(config, attn_implementation="eager").float().eval()
     except NotBuilt:
         raise
     except Exception as error:  # whatever a model of this size does
@@ -148,7 +148,7 @@ def record(
 
 def _hooks(path: str, module: nn.Module, calls: dict[str, Call]) -> list[Any]:
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if path in calls:
+        if path in calls and calls[path].output is not None:
             return
         try:
             bound = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
