@@ -107,7 +107,7 @@ class _Finder:
         """Returns the stacks of blocks by path.
 
         Raises:
-            InvalidContent: there is no layer, or there are too many.
+            InvalidContent: there is no layer, there are too many, or one has a wrong name.
         """
         found_layers = layout_catalogue.find_layers(self._shapes)
         if not found_layers or len(found_layers) > _MAX_LAYERS:
@@ -122,6 +122,11 @@ class _Finder:
         for found in found_layers:
             path, block = found.prefix.rstrip("."), _block(found.prefix)
             place = block if blocks[block] == 1 else path
+            if not _NAME.fullmatch(place):
+                raise InvalidContent(
+                    f"a layer has a wrong name: got {place!r:.300}, expected at most 256 letters, "
+                    "digits and ._-"
+                )
             stack = stacks.setdefault(stack_of(path), _Stack())
             try:
                 stack.parts.append(self._part(found, place, below[found.prefix]))
@@ -154,11 +159,6 @@ class _Finder:
             MissingLines: something is not known.
             InvalidContent: something is wrong.
         """
-        if not _NAME.fullmatch(place):
-            raise InvalidContent(
-                f"a layer has a wrong name: got {place!r:.300}, expected at most 256 letters, "
-                "digits and ._-"
-            )
         layouts = {name: layout_catalogue.known()[name] for name in found.layouts}
         unread = {name: find_unread(layout, below) for name, layout in layouts.items()}
         fitting = {name: layout for name, layout in layouts.items() if not unread[name]}

@@ -149,6 +149,8 @@ class ModelFiles:
             InvalidContent: they are wrong.
         """
         sizes = sizes_of(next(iter(layouts.values())), shapes)
+        if len(layouts) == 1 and sizes.problem:
+            raise InvalidContent(sizes.problem)
         config = LayerConfig(asks=self._asks_without_config(layouts))
         if self._config is not None:
             config = read_config(self._config, path, sizes.hidden_width)

@@ -271,7 +271,7 @@ def _parameters(
     is_decoder = known.causal or config.get("is_decoder") is True
     if model_type == "whisper":
         is_decoder = "decoder." in path
-    is_whole = config.get("is_causal") is False
+    is_whole = config.get("is_causal") is False and model_type != "gpt_neo"  # its mask is its own
     if is_decoder and not is_whole and not sees_later and not re.search(_CROSS, path):
         parameters["causal"] = True
     if (length := _window(config, model_type, known, index)) is not None:

@@ -14,16 +14,24 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
-from qkv.attention.layers.layer_weights import Array, Weights, concatenated, linear_tensors, named
+from qkv.attention.layers.layer_weights import (
+    BIASES,
+    Array,
+    Weights,
+    bias_of,
+    concatenated,
+    linear_tensors,
+    named,
+)
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 from qkv.errors import InvalidContent
 
 MODULES = ("qkv_proj", "out_proj")
 QUERY = ("qkv_proj.weight",)
-HOLDS = frozenset({"output.weight", "output.bias"})
 IS_GROUPED = False
 ROTARY_ORDER = "interleaved"
 _QUARTERS: Final = 4
+_ORDER: Final = ("query", "value", "key")
 
 
 def recognizes(shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -39,11 +47,13 @@ def read(sent: SentTensors) -> Weights:
             "qkv_proj.weight",
             f"has the wrong shape: got {list(weight_OI.shape)}, expected (12 out / 4, in)",
         )
+    bias_O = sent.vector("qkv_proj.bias", len(weight_OI))
     query, value, key = _split(weight_OI)
+    biases = [None] * 3 if bias_O is None else _split(bias_O)
     return named(
-        query=(query.T, None),
-        key=(key.T, None),
-        value=(value.T, None),
+        query=(query.T, biases[0]),
+        key=(key.T, biases[2]),
+        value=(value.T, biases[1]),
         output=sent.optional_pair("out_proj"),
     )
 
@@ -55,27 +65,25 @@ def write(weights: Weights, heads: Heads) -> Weights:
         InvalidContent: the heads differ in width, or do not split into quarters.
     """
     concatenated(weights)  # raises if the inputs have different widths
-    parts = [weights[f"{role}.weight"].T for role in ("query", "value", "key")]
-    rows = len(parts[0])
-    if len(parts[1]) != rows or (heads.query is not None and heads.query % _QUARTERS):
+    parts = [weights[f"{role}.weight"].T for role in _ORDER]
+    rows = [len(part) for part in parts]
+    if len(set(rows)) > 1 or rows[0] % _QUARTERS or (heads.query or _QUARTERS) % _QUARTERS:
         raise InvalidContent(
-            f"the heads have no place in codegen: got {heads.query} heads with {rows} channels of "
-            f"the query and {len(parts[1])} of the value, expected a multiple of {_QUARTERS} and "
-            "equal channels"
+            f"the heads have no place in codegen: got {heads.query} heads, with {rows[0]} channels "
+            f"of the query and {rows[1]} of the value, expected equal channels and a multiple of "
+            f"{_QUARTERS} heads"
         )
-    if rows % _QUARTERS:
-        raise InvalidContent(
-            f"the query has no place in codegen: got {rows} outputs, expected a multiple of "
-            f"{_QUARTERS}"
-        )
-    return {"qkv_proj.weight": _join(parts)} | linear_tensors(weights, output="out_proj")
+    tensors = {"qkv_proj.weight": _join(parts)}
+    if not BIASES.isdisjoint(weights):
+        tensors["qkv_proj.bias"] = _join([bias_of(weights, role) for role in _ORDER])
+    return tensors | linear_tensors(weights, output="out_proj")
 
 
 def forward(
     tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
 ) -> Tensor:
     """Runs the module as transformers does: the output has the axes (4, 3 E / 4)."""
-    fused_LO = linear(embeddings[0], tensors["qkv_proj.weight"])
+    fused_LO = linear(embeddings[0], tensors["qkv_proj.weight"], tensors.get("qkv_proj.bias"))
     quarters = fused_LO.unflatten(-1, (_QUARTERS, -1)).chunk(3, dim=-1)
     query, value, key = (quarter.flatten(-2) for quarter in quarters)
     return project_output(attend(query, key, value), tensors, "out_proj")
