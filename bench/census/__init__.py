@@ -1,1 +1,1 @@
-"""Census of the model types of transformers: which layers are served, and whether they are right."""
+"""Census of the model types of transformers: which layers are served, and which are right."""

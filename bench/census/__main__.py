@@ -12,11 +12,11 @@ import logging
 import sys
 
 import torch
+
 from census.census import Case, examine
 from census.known_variants import variants_of
 from census.report import lines_of, summary
 from census.small_configs import model_types
-
 from qkv.jobs.loaded.known_models import KNOWN
 
 

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from census.comparison import Place, keys_of, with_three_axes
-from census.real_model import Call, tensors_in
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+
+from census.comparison import Place, keys_of, with_three_axes
+from census.real_model import Call, tensors_in
 
 __all__ = ["asked_fields", "asked_tables", "write_answers"]
 
@@ -113,7 +114,10 @@ class _Answers:
             yield "causal", right == 0
         if "window" in fields:
             is_bounded = left is not None or right not in (None, 0)
-            yield "window", [10**6 if e is None else e for e in (left, right)] if is_bounded else False
+            yield (
+                "window",
+                [10**6 if e is None else e for e in (left, right)] if is_bounded else False,
+            )
         if "heads" in fields:
             yield "heads", self._heads()
         if "qk_norm" in fields:
@@ -205,7 +209,9 @@ class _Answers:
     def _rope(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """Returns the rotary embedding of the module; None: it has none."""
         tables = next((t for names in _TABLES if (t := _tables(names, arguments))), None)
-        has_own = any("rotary" in name or "rope" in name for name, _ in self._module.named_modules())
+        has_own = any(
+            "rotary" in name or "rope" in name for name, _ in self._module.named_modules()
+        )
         if tables is None and not has_own:
             return None
         if tables is not None and not self._uses_tables(arguments):

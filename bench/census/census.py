@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from transformers import PreTrainedModel
+
 from census.answers import asked_fields, asked_tables, write_answers
 from census.comparison import (
     TensorNames,
@@ -18,7 +20,6 @@ from census.comparison import (
 )
 from census.real_model import NotBuilt, build, quiet, save
 from census.served_model import ServedModel
-from transformers import PreTrainedModel
 
 __all__ = ["Answered", "Case", "Outcome", "examine"]
 

@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from census.real_model import BATCH, Call, record, tensors_in
-from census.served_model import ServedModel
-from census.small_configs import LENGTH
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from census.real_model import BATCH, Call, record, tensors_in
+from census.served_model import ServedModel
+from census.small_configs import LENGTH
 from qkv.attention.layers import layout_catalogue
 from qkv.attention.layers.layer import Layer
 from qkv.errors import QkvError
 
 __all__ = [
-    "TOLERANCE", "Place", "TensorNames", "Verdict", "compare", "keys_of", "places_of_found", "record_places",
-    "with_three_axes",
+    "TOLERANCE", "Place", "TensorNames", "Verdict", "compare", "keys_of", "places_of_found",
+    "record_places", "with_three_axes",
 ]  # fmt: skip
 
 TOLERANCE: Final = 1e-3
@@ -93,7 +93,6 @@ class TensorNames:
                     if (found := names.get(_digest(tensor))) is not None:
                         self.of_file[name] = found
 
-
     def place(self, sent: Iterable[str], output: Any) -> Place | None:
         """Returns the place of a layer in the model; None: it is not found.
 
@@ -123,7 +122,7 @@ class TensorNames:
 
 def _digest(tensor: Tensor) -> bytes:
     numbers = tensor.detach().cpu().contiguous()
-    return hashlib.sha1(repr(numbers.shape).encode() + numbers.numpy().tobytes()).digest()  # noqa: S324
+    return hashlib.sha1(repr(numbers.shape).encode() + numbers.numpy().tobytes()).digest()
 
 
 def places_of(names: TensorNames, layers: Mapping[str, Layer]) -> dict[str, Place]:
@@ -169,9 +168,7 @@ def record_places(model: PreTrainedModel, places: Mapping[str, Place]) -> dict[s
     return record(model, paths & known, needed & known)
 
 
-def compare(
-    model: PreTrainedModel, served: ServedModel, names: TensorNames
-) -> Iterator[Verdict]:
+def compare(model: PreTrainedModel, served: ServedModel, names: TensorNames) -> Iterator[Verdict]:
     """Yields the verdict on each layer that is served."""
     layers = {name: served.layers[name] for name in served.layers.names}
     places = places_of(names, layers)
@@ -268,7 +265,11 @@ class _Comparison:
             return {"x": with_three_axes(x)}
         value = arguments.get("value", arguments.get("value_states", other))
         value = value if isinstance(value, Tensor) else other
-        return {"query": with_three_axes(x), "key": with_three_axes(other), "value": with_three_axes(value)}
+        return {
+            "query": with_three_axes(x),
+            "key": with_three_axes(other),
+            "value": with_three_axes(value),
+        }
 
     def _inputs_of_roles(self) -> dict[str, Tensor] | None:
         """Returns what the three projections receive, if they are three and it differs."""

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from census.census import Case
 from census.small_configs import small_config
-
 from qkv.jobs.loaded.known_models import KNOWN
 
 __all__ = ["variants_of"]
@@ -58,7 +57,8 @@ _OTHERS: Final[Mapping[str, tuple[Any, ...]]] = {
 _CLASSES: Final = {
     "bert": "BertLMHeadModel", "roberta": "RobertaForCausalLM", "electra": "ElectraForCausalLM",
     "xlm-roberta": "XLMRobertaForCausalLM", "camembert": "CamembertForCausalLM",
-    "llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "gemma3": "Gemma3ForConditionalGeneration",
+    "llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel",
+    "gemma3": "Gemma3ForConditionalGeneration",
     "opt": "OPTForCausalLM", "whisper": "WhisperForConditionalGeneration",
     "distilbert": "DistilBertForMaskedLM", "albert": "AlbertForMaskedLM",
     "gpt_bigcode": "GPTBigCodeForCausalLM", "codegen": "CodeGenForCausalLM",

@@ -6,16 +6,17 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from census.small_configs import LENGTH, WIDTH, small_config
 from torch import Tensor, nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
+
+from census.small_configs import LENGTH, WIDTH, small_config
 
 __all__ = ["BATCH", "Call", "NotBuilt", "build", "quiet", "record", "save", "tensors_in"]
 
@@ -118,9 +119,7 @@ def save(model: PreTrainedModel, folder: Path) -> None:
         raise NotBuilt(f"save_pretrained: {type(error).__name__}: {error}"[:200]) from None
 
 
-def record(
-    model: PreTrainedModel, paths: Iterable[str], needed: Iterable[str]
-) -> dict[str, Call]:
+def record(model: PreTrainedModel, paths: Iterable[str], needed: Iterable[str]) -> dict[str, Call]:
     """Runs a model on random inputs; returns the first call of each module of these paths.
 
     Args:
@@ -218,8 +217,7 @@ def _inputs(model: nn.Module) -> dict[str, Any]:
         needed |= {"decoder_input_ids"} & parameters.keys()
     if not needed & {*_MAKERS}:
         needed |= set(list(parameters)[:1])
-    made = {name: _MAKERS[name](config) for name in parameters if name in needed & _MAKERS.keys()}
-    return made
+    return {n: make(config) for n, make in _MAKERS.items() if n in needed and n in parameters}
 
 
 def _tokens(config: Any) -> Tensor:
@@ -227,11 +225,13 @@ def _tokens(config: Any) -> Tensor:
 
 
 def _embeddings(config: Any) -> Tensor:
-    width = next(
-        (v for n in ("hidden_size", "d_model", "dim") if isinstance(v := getattr(config, n, None), int)),
-        WIDTH,
-    )  # fmt: skip
-    return torch.randn(BATCH, LENGTH, width)
+    return torch.randn(BATCH, LENGTH, _first(config, ("hidden_size", "d_model", "dim"), WIDTH))
+
+
+def _first(config: Any, names: Sequence[str], default: int) -> int:
+    """Returns the first of these fields that is an integer."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), default)
 
 
 def _pixels(config: Any) -> Tensor:
@@ -244,10 +244,8 @@ def _pixels(config: Any) -> Tensor:
 
 def _features(config: Any) -> Tensor:
     audio = getattr(config, "audio_config", config)
-    bins = next(
-        (v for n in ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_dim")
-         if isinstance(v := getattr(audio, n, None), int)), 16,
-    )  # fmt: skip
+    names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_dim")
+    bins = _first(audio, names, 16)
     if audio.model_type in ("whisper", "qwen2_audio_encoder", "voxtral_encoder", "moonshine"):
         return torch.randn(BATCH, bins, 2 * getattr(audio, "max_source_positions", _FRAMES))
     return torch.randn(BATCH, _FRAMES, bins)

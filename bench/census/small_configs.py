@@ -47,7 +47,7 @@ _SIZES: Final = {
     "|max_target_positions|max_sequence_length|seq_length|max_seq_length|block_size": 64,
     "image_size|img_size": _SIDE,
     "patch_size": 8,
-    "num_experts|n_routed_experts|num_local_experts|moe_num_experts|n_experts|num_experts_shared": 4,
+    "num_experts|n_routed_experts|num_local_experts|moe_num_experts|n_experts": 4,
     "num_experts_per_tok|moe_topk|top_k_experts|moe_k|num_experts_per_token": 2,
     "n_shared_experts|n_group|topk_group|num_shared_experts|first_k_dense_replace"
     "|num_expert_group|num_nextn_predict_layers|zero_expert_num": 1,
