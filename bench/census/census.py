@@ -69,6 +69,7 @@ class Outcome(NamedTuple):
         kind: "served", "asks", "refused", "no layer" or "not built".
         problem: the message, unless it is served.
         verdicts: of the served layers.
+        layouts: of the served layers.
         answered: what became of it after answers, if it asked.
     """
 
@@ -76,6 +77,7 @@ class Outcome(NamedTuple):
     kind: str
     problem: str = ""
     verdicts: tuple[Verdict, ...] = ()
+    layouts: tuple[str, ...] = ()
     answered: Answered | None = None
 
     @property
@@ -104,16 +106,15 @@ def examine(case: Case, *, answers: bool = True) -> Outcome:
         names = TensorNames(model, folder)
         verdicts = tuple(compare(model, served, names))
         kind = "served" if served.layers.names else _kind(problem)
+        layouts = {served.layers[name].layout.name for name in served.layers.names}
+        outcome = Outcome(case, kind, problem, verdicts, tuple(sorted(layouts)))
         if not (answers and _ASKS.search(problem)):
-            return Outcome(case, kind, problem, verdicts)
-        again, last, text = _answered(model, folder, names, problem)
-        return Outcome(case, kind, problem, verdicts, Answered(text, last, again))
+            return outcome
+        return outcome._replace(answered=_answered(model, folder, names, problem))
 
 
-def _answered(
-    model: PreTrainedModel, folder: Path, names: TensorNames, problem: str
-) -> tuple[tuple[Verdict, ...], str, str]:
-    """Answers until nothing is asked for; returns verdicts, the last problem, the answers."""
+def _answered(model: PreTrainedModel, folder: Path, names: TensorNames, problem: str) -> Answered:
+    """Answers until nothing is asked for, and compares."""
     places = places_of_found(names)
     calls = record_places(model, places)
     fields: set[str] = set()
@@ -131,7 +132,7 @@ def _answered(
         served = ServedModel(folder)
         problem = served.problem
     verdicts = () if served is None else tuple(compare(model, served, names))
-    return verdicts, problem, text
+    return Answered(text, problem, verdicts)
 
 
 def _class(name: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from census.census import Case
 from census.small_configs import small_config
+from qkv.jobs.loaded.config_fields import NOT_OF_MODELS
 from qkv.jobs.loaded.known_models import KNOWN
 
 __all__ = ["variants_of"]
@@ -78,6 +79,8 @@ def variants_of(model_type: str) -> Iterator[Case]:
         yield Case(model_type, {"is_decoder": True}, _CLASSES[model_type])
     fields = small_config(model_type).to_dict()
     for name, value in fields.items():
+        if NOT_OF_MODELS.fullmatch(name):
+            continue
         for other in _OTHERS.get(name, _changed(value)):
             if other != value:
                 yield Case(model_type, {name: other})
@@ -109,7 +112,7 @@ def _changed(value: Any) -> tuple[Any, ...]:
     if value is None:
         return (True, 4, 0.5)
     if isinstance(value, int):
-        return (2 * value, 1) if value else (1,)
+        return (2 * value or 1,)
     if isinstance(value, float):
         return (2 * value or 0.5,)
     return ()

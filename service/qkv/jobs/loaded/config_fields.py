@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from qkv.errors import InvalidContent, format_value
 
-__all__ = ["HARMLESS", "ReadFields", "check_fields"]
+__all__ = ["HARMLESS", "NOT_OF_MODELS", "ReadFields", "check_fields"]
 
 _ROPES: Final = ("rope_parameters", "rope_scaling")
 _OF_ROPES: Final = (
@@ -35,7 +35,7 @@ _OLD: Final[Mapping[str, tuple[str, ...]]] = {  # names before transformers 5
 _OF_ALL: Final[Mapping[str, Any]] = {"is_causal": True, "position_embedding_type": "absolute"}
 """Fields that a file of any type may have, with their defaults."""
 
-_PARTS: Final = (
+_NOT_OF_MODELS: Final = (
     # what the model was, and what its callers want
     "model_type|architectures|transformers_version|dtype|torch_dtype|_name_or_path|return_dict"
     "|output_.*|use_cache|id2label|label2id|problem_type|is_encoder_decoder|task_specific_params"
@@ -48,6 +48,8 @@ _PARTS: Final = (
     ".*_token_ids?|.*_token_index|.*suppress_tokens|max_length|min_length|do_sample|num_beams"
     "|temperature|top_k|top_p|repetition_penalty|length_penalty|no_repeat_ngram_size"
     "|early_stopping|forced_decoder_ids|num_return_sequences",
+)
+_OF_MODELS: Final = (
     # other modules: embeddings, blocks, experts, heads of tasks
     "vocab_size|type_vocab_size|embedding_size|word_embed_proj_dim|embedding_multiplier"
     "|scale_embedding|max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions"
@@ -72,7 +74,9 @@ _PARTS: Final = (
     # another field stands for it, and the reader takes it where that one is missing
     "attention_types|max_window_layers|no_rope_layer_interval|_sliding_window_pattern",
 )
-HARMLESS: Final = re.compile("|".join(_PARTS))
+NOT_OF_MODELS: Final = re.compile("|".join(_NOT_OF_MODELS))
+"""Names of fields that change no output of a model that runs."""
+HARMLESS: Final = re.compile("|".join((*_NOT_OF_MODELS, *_OF_MODELS)))
 """Names of fields that cannot change the output of an attention's module."""
 
 
