@@ -18,7 +18,7 @@ _BUFFERS: Final = re.compile(r"(original_)?inv_freq|(cos|sin)_cached|masked_bias
 """Names of numbers that follow from the configuration, which older files keep."""
 _MASKS: Final = ("bias", "mask", "causal_mask")
 _BESIDE: Final = re.compile(
-    r"relative|rel_pos|position_bias|pos_bias|bias_table|(attn|attention)[^.]*gate"
+    r"relative|rel_(pos|emb)|position_bias|pos_bias|bias_table|(attn|attention)[^.]*gate"
 )
 """Parts of the names of what an attention reads although it lies beside its module: tables of
 relative positions, which the first block of T5 has for all, and gates."""

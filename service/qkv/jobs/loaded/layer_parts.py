@@ -36,7 +36,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{0,256}")  # in paths, and in labels o
 _OTHER_KINDS: Final = {  # names of modules of attention that no layout reads
     "kv_a_proj|kv_b_proj|kv_down": "latent attention",
     "relative_attention_bias|rel_pos|relative_position": "relative positions",
-    "Wqkv": "another order of rows",
+    "Wqkv": "fused in an order that no layout has",
 }
 
 
@@ -159,6 +159,8 @@ class _Finder:
             MissingLines: something is not known.
             InvalidContent: something is wrong.
         """
+        for name in found.shapes:
+            self._check_dtype(found.prefix + name)
         layouts = {name: layout_catalogue.known()[name] for name in found.layouts}
         unread = {name: find_unread(layout, below) for name, layout in layouts.items()}
         fitting = {name: layout for name, layout in layouts.items() if not unread[name]}
@@ -190,7 +192,6 @@ class _Finder:
             raise InvalidContent(_unread(prefix + unread[0]))
         tensors = {}
         for name, shape in layout.select(below).items():
-            self._check_dtype(prefix + name)
             dtype = DTYPES[self._checkpoint.dtype(prefix + name)]
             tensors[prefix + name] = np.broadcast_to(np.ones((), dtype), shape)
         options = settings.options.model_copy(update={"prefix": prefix})

@@ -241,7 +241,7 @@ class ModelFiles:
         """Returns what is open where there is no configuration."""
         reason = "there is no config.json"
         has_positions = any(layout.rotary_order or layout.alibi for layout in layouts.values())
-        return {"positions": reason, "causal": reason} if has_positions else {"causal": reason}
+        return {"causal": reason, "positions": reason} if has_positions else {"causal": reason}
 
     def _check_known(
         self,
