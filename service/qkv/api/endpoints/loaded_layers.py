@@ -145,6 +145,8 @@ def _layer_schema() -> Schema:
                     "them unless the request gives others.",
                 },
                 "inputs": list_of(inputs) | {"description": "The values of `layer.input`."},
+                "ignored": list_of(TEXT)
+                | {"description": "Fields of config.json that `ignore` in qkv.toml passes over."},
                 "bytes": COUNT | {"description": "Of its weights."},
             }
         ),

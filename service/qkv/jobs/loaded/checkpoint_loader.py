@@ -139,7 +139,7 @@ def _read(name: str, part: LayerPart, checkpoint: Checkpoint, memory: _Memory) -
         tensors={},
         weights={weight: memory.place(array) for weight, array in weights.items()},
         ignored=(),
-        loaded=LoadedProperties(name, part.settings.parameters, norm),
+        loaded=LoadedProperties(name, part.settings.parameters, norm, part.settings.ignored),
     )
 
 

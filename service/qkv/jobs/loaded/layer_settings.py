@@ -63,6 +63,7 @@ class _FileFields(LayerOptions):
     causal: bool | None = None
     scale: Annotated[float, pydantic.Field(gt=0, le=1e6)] | Literal[False] | None = None
     input_norm: NormFields | None = None
+    ignore: list[str] | None = None
 
 
 class LayerSettings(NamedTuple):
@@ -73,12 +74,14 @@ class LayerSettings(NamedTuple):
         parameters: of a variant.
         norm: in front of the attention; None: not known.
         norm_module: the name of its module beside the attention; None: a usual one.
+        ignored: fields of the configuration that the operator's file passes over.
     """
 
     options: LayerOptions
     parameters: Mapping[str, Any]
     norm: InputNorm | None
     norm_module: str | None
+    ignored: tuple[str, ...]
 
 
 class MissingLines(InvalidContent):
@@ -130,6 +133,9 @@ class ModelFiles:
         for fields in (self._toml, *tables.values()):
             self._validated(fields)
         self._unused = {f'[layers."{name}"]': "the beginning of a block's path" for name in tables}
+        for fields in (self._toml, *tables.values()):
+            for name in fields.get("ignore", ()):
+                self._unused[_ignore(name)] = "a field of config.json"
         if "positions" in self._toml:
             self._unused["positions"] = "a table of layers, because config.json gives those of all"
 
@@ -153,7 +159,9 @@ class ModelFiles:
             raise InvalidContent(sizes.problem)
         config = LayerConfig(asks=self._asks_without_config(layouts))
         if self._config is not None:
-            config = read_config(self._config, path, sizes.hidden_width)
+            config = read_config(self._config, path, sizes.hidden_width, self._ignored(block))
+            for name in config.ignored:
+                self._unused.pop(_ignore(name), None)
         file_fields = self._fields_of(block, config)
         given = {n: v for n, v in file_fields.model_dump(exclude_unset=True).items() if v != "auto"}
         layout = _layout_of(layouts, file_fields, config)
@@ -170,7 +178,7 @@ class ModelFiles:
         except pydantic.ValidationError as error:
             problem = field_error(error, list(LayerOptions.model_fields), nested=NESTED_FIELDS)
             raise InvalidContent(f"config.json: {problem.detail}") from None
-        return LayerSettings(options, parameters, norm, module)
+        return LayerSettings(options, parameters, norm, module, config.ignored)
 
     def check_all_used(self) -> None:
         """Checks that the operator's file says nothing that belongs to no layer.
@@ -194,11 +202,22 @@ class ModelFiles:
             self._unused.pop("positions", None)
         else:
             fields.pop("positions", None)
-        for name in sorted(self._tables, key=len):
-            if f"{block}.".startswith(f"{name}."):
-                fields |= self._tables[name]
-                self._unused.pop(f'[layers."{name}"]', None)
+        for name in self._tables_of(block):
+            fields |= self._tables[name]
+            self._unused.pop(f'[layers."{name}"]', None)
         return self._validated(fields)
+
+    def _ignored(self, block: str) -> tuple[str, ...]:
+        """Returns the fields of the configuration that the operator's file passes over."""
+        fields = dict(self._toml)
+        for name in self._tables_of(block):
+            fields |= self._tables[name]
+        return tuple(fields.get("ignore", ()))
+
+    def _tables_of(self, block: str) -> list[str]:
+        """Returns the names of the tables of a block, the later ones before the earlier ones."""
+        names = sorted(self._tables, key=len)
+        return [name for name in names if f"{block}.".startswith(f"{name}.")]
 
     def _validated(self, fields: Mapping[str, Any]) -> _FileFields:
         """Returns fields of the operator's file.
@@ -255,6 +274,10 @@ class ModelFiles:
                 [asks[field] for field in missing],
                 self._toml_path,
             )
+
+
+def _ignore(name: str) -> str:
+    return f'ignore = ["{name}"]'
 
 
 def _layout_of(

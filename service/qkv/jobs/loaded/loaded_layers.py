@@ -106,6 +106,7 @@ class LoadedLayers:
             **options,
             "parameters": dict(layer.loaded.parameters),
             "inputs": ["attention", *(["residual"] if layer.loaded.norm is not None else [])],
+            "ignored": list(layer.loaded.ignored),
             "bytes": layer.nbytes,
         }
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 from qkv.attention.layers.input_norm import InputNorm
 from qkv.attention.layers.qk_norm import QKNorm
 from qkv.errors import InvalidContent, format_value
+from qkv.jobs.loaded.config_fields import ReadFields, check_fields
 from qkv.jobs.loaded.known_models import (
     KNOWN,
     Config,
@@ -68,6 +69,7 @@ class LayerConfig(NamedTuple):
         positions: of the attention; None: not known.
         layout: of the tensors, where names and shapes fit several; None: not known.
         norm: of the model; None: not known.
+        ignored: names of its fields that were passed over.
         asks: what a configuration leaves open, with the reason, by the name of a field of the
             operator's file.
     """
@@ -77,22 +79,29 @@ class LayerConfig(NamedTuple):
     positions: Positions | None = None
     layout: str | None = None
     norm: InputNorm | None = None
+    ignored: tuple[str, ...] = ()
     asks: Mapping[str, str] = {}
 
 
-def read_config(document: Config, path: str, width: int | None) -> LayerConfig:
+def read_config(
+    document: Config, path: str, width: int | None, ignored: Collection[str] = ()
+) -> LayerConfig:
     """Returns what a configuration says about the layer at a path of its model.
 
     Args:
         document: of `config.json`.
         path: of the attention, such as "model.layers.3.self_attn".
         width: of its embeddings; None: not known.
+        ignored: names of fields that are passed over.
 
     Raises:
         InvalidContent: the model changes its scores in a way that no layer holds, a number is out
-            of range, or the configuration is that of another model.
+            of range, a field of a known type is not known, or the configuration is that of another
+            model.
     """
-    config, model_type = part_of(document, path)
+    part, model_type = part_of(document, path)
+    passed = tuple(name for name in ignored if name in part)
+    config = ReadFields({name: value for name, value in part.items() if name not in passed})
     _check_width(config, width)
     if isinstance(config.get("clip_qkv"), int | float):
         raise InvalidContent("clip_qkv is not supported: queries, keys and values are clipped")
@@ -103,7 +112,7 @@ def read_config(document: Config, path: str, width: int | None) -> LayerConfig:
     if (kv_heads := _key_heads(config, model_type)) is not None:
         fields["kv_heads"] = kv_heads
     if known is None:
-        return LayerConfig(fields, asks=_asks(config, model_type))
+        return LayerConfig(fields, ignored=passed, asks=_asks(config, model_type))
     norm = _norm(config, known)
     if norm is not None:
         fields["qk_norm"] = norm.numbers
@@ -113,7 +122,8 @@ def read_config(document: Config, path: str, width: int | None) -> LayerConfig:
     parameters = _parameters(config, model_type, known, index, path)
     if (scale := _scale(config, model_type, index, heads)) is not None:
         parameters["scale"] = scale
-    return LayerConfig(fields, parameters, positions, known.layout, norm)
+    check_fields(config, model_type, is_rotary=known.positions == "rotary")
+    return LayerConfig(fields, parameters, positions, known.layout, norm, passed)
 
 
 def _asks(config: Config, model_type: str) -> dict[str, str]:
@@ -181,15 +191,15 @@ def _norm(config: Config, known: KnownModel) -> InputNorm | None:
 
 
 def _rope(
-    config: Config, known: KnownModel, index: int | None, heads: int | None
+    config: ReadFields, known: KnownModel, index: int | None, heads: int | None
 ) -> dict[str, Any]:
     """Returns the field `rope` of a layer."""
     is_local = known.local_base is not None and has_window(config, known, index)
     scaling = _scaling(config, index, is_local)
-    every = {**config}
+    every = config
     if is_local:
-        every["rope_theta"] = config.get("rope_local_base_freq", known.local_base)
-    every |= scaling
+        every = every | {"rope_theta": config.get("rope_local_base_freq", known.local_base)}
+    every = every | scaling
     rope: dict[str, Any] = {} if known.order is None else {"order": known.order}
     base = _number(every, "rope_theta", "rotary_emb_base")
     if (base := known.base if base is None else base) is not None:
@@ -237,7 +247,7 @@ def _amplitude(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def _scaling(config: Config, index: int | None, is_local: bool) -> dict[str, Any]:
+def _scaling(config: Config, index: int | None, is_local: bool) -> Config:
     """Returns the numbers of the rotary embedding that a configuration keeps in an object."""
     kinds = config.get("rope_parameters")
     types = config.get("layer_types")
@@ -248,7 +258,7 @@ def _scaling(config: Config, index: int | None, is_local: bool) -> dict[str, Any
         found = kinds.get("sliding_attention" if is_local else kind, kinds)
     else:  # before transformers 5, the scaling was that of the layers without a window
         found = None if is_local else config.get("rope_scaling")
-    return dict(found) if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _turning_channels(config: Config, known: KnownModel, heads: int | None) -> int | None:
