@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -250,10 +251,10 @@ class _Comparison:
             shapes = ", ".join(str(list(each.shape)) for each in expected)
             detail = f"got shape {list(found.shape)}, expected {shapes}"
             return Verdict(self._name, "wrong", detail=detail)
-        error = min(errors)
-        if error != error:
+        least = min(errors)
+        if math.isnan(least):
             return Verdict(self._name, "not run", detail="the model's numbers are not finite")
-        return Verdict(self._name, "right" if error < TOLERANCE else "wrong", error)
+        return Verdict(self._name, "right" if least < TOLERANCE else "wrong", least)
 
     def _inputs(self) -> dict[str, Tensor]:
         assert self._call is not None

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -93,7 +93,7 @@ def build(model_type: str, model_class: Any = None, **changes: Any) -> PreTraine
     for part in model.modules():
         if isinstance(getattr(part, "config", None), PretrainedConfig):
             part.config.use_cache = False
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _draw(model: nn.Module) -> None:
@@ -157,7 +157,9 @@ def _hooks(path: str, module: nn.Module, calls: dict[str, Call]) -> list[Any]:
             bound = {str(i): value for i, value in enumerate(args)} | kwargs
         for name in ("kwargs", "args"):
             more = bound.pop(name, {})
-            bound |= more if isinstance(more, dict) else dict(enumerate(more))
+            bound |= (
+                more if isinstance(more, dict) else {str(i): value for i, value in enumerate(more)}
+            )
         calls[path] = Call({name: _copied(value) for name, value in bound.items()})
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
@@ -206,7 +208,7 @@ def _runners(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         if not isinstance(part, PreTrainedModel) and names[:1] and names[0] in (
             "inputs_embeds", "hidden_states", "hidden_state"
         ):  # fmt: skip
-            yield part  # type: ignore[misc]
+            yield part
 
 
 def _inputs(model: nn.Module) -> dict[str, Any]:
@@ -253,7 +255,7 @@ def _features(config: Any) -> Tensor:
     return torch.randn(BATCH, _FRAMES, bins)
 
 
-_MAKERS: Final = {
+_MAKERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "input_ids": _tokens,
     "decoder_input_ids": _tokens,
     "attention_mask": lambda config: torch.ones(BATCH, LENGTH, dtype=torch.long),

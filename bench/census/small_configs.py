@@ -102,17 +102,17 @@ def small_config(model_type: str, **changes: Any) -> PretrainedConfig:
 
 def small_fields(default: PretrainedConfig) -> dict[str, Any]:
     """Returns the fields of a default configuration that become smaller, parts included."""
-    every = default.to_dict()
+    every: dict[str, Any] = default.to_dict()
     small: dict[str, Any] = {}
     for name, value in every.items():
         part = getattr(default, name, None)
         if isinstance(part, PretrainedConfig):
-            small[name] = small_fields(part) | {"model_type": part.model_type}
+            small[name] = part.to_dict() | small_fields(part)
             continue
         changed = _small(name, value, every)
         if changed != value:
             small[name] = changed
-    return small | _layer_lists(every) | _OF_TYPE.get(default.model_type, {})
+    return {**small, **_layer_lists(every), **_OF_TYPE.get(default.model_type, {})}
 
 
 def _small(name: str, value: Any, every: Mapping[str, Any]) -> Any:

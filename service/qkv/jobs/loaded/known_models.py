@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from qkv.errors import InvalidContent, format_value
+
 __all__ = ["KNOWN", "Config", "KnownModel", "Positions", "has_rope", "has_window", "window_of_neo"]
 
 Config = Mapping[str, Any]
@@ -64,15 +66,34 @@ def has_window(config: Config, known: KnownModel, index: int | None) -> bool:
         config: of the model.
         known: of its type.
         index: the number of the layer; None: its name has none.
+
+    Raises:
+        InvalidContent: the configuration contradicts itself, or the layer is of another kind.
     """
-    if known.is_window_optional and config.get("use_sliding_window") is not True:
-        return False
-    if config.get("use_sliding_window") is False:
-        return False
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and index is not None and index < len(kinds):
-        return bool(kinds[index] == "sliding_attention")
+    switch = config.get("use_sliding_window")
+    is_off = switch is False or (known.is_window_optional and switch is not True)
+    kind = _kind(config, index)
+    if is_off and kind == "sliding_attention":
+        raise InvalidContent(
+            f"config.json: layer_types is invalid: got {kind!r} of layer {index}, expected "
+            "'full_attention' where use_sliding_window is not true"
+        )
+    if is_off or kind is not None:
+        return kind == "sliding_attention"
     return known.has_window is None or (index is not None and known.has_window(config, index))
+
+
+def _kind(config: Config, index: int | None) -> str | None:
+    """Returns the kind of a layer in `layer_types`; None if it is not there."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or index is None or index >= len(kinds):
+        return None
+    if kinds[index] not in ("full_attention", "sliding_attention"):
+        raise InvalidContent(
+            f"config.json: layer_types is invalid: got {format_value(kinds[index])} of layer "
+            f"{index}, expected 'full_attention' or 'sliding_attention'"
+        )
+    return str(kinds[index])
 
 
 def has_rope(config: Config, known: KnownModel, index: int | None) -> bool:

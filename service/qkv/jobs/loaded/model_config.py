@@ -122,7 +122,7 @@ def read_config(
     parameters = _parameters(config, model_type, known, index, path)
     if (scale := _scale(config, model_type, index, heads)) is not None:
         parameters["scale"] = scale
-    check_fields(config, model_type, is_rotary=known.positions == "rotary")
+    check_fields(config, model_type)
     return LayerConfig(fields, parameters, positions, known.layout, norm, passed)
 
 
