@@ -10,9 +10,9 @@ from census.small_configs import small_config
 from qkv.jobs.loaded.config_fields import NOT_OF_MODELS
 from qkv.jobs.loaded.known_models import KNOWN
 
-__all__ = ["variants_of"]
+__all__ = ["YARN", "variants_of"]
 
-_YARN: Final = {
+YARN: Final = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
@@ -25,9 +25,9 @@ _ROPES: Final[tuple[Mapping[str, Any], ...]] = (
         "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
     },
-    _YARN,
-    _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
-    _YARN | {"attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    YARN,
+    YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    YARN | {"attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
     {
         "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.1] * 8,
         "long_factor": [2.0] * 8, "original_max_position_embeddings": 16, "factor": 4.0,
@@ -42,7 +42,7 @@ _FOREIGN: Final = {
     "rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 3.0}, "no_rope_layers": [0, 1],
     "rotary_dim": 8, "rotary_pct": 0.5, "use_qk_norm": True, "num_kv_heads": 1, "n_head": 2,
     "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"],
-    "scale_attn_weights": False, "multi_query": False, "rope_parameters": dict(_YARN),
+    "scale_attn_weights": False, "multi_query": False, "rope_parameters": dict(YARN),
 }  # fmt: skip
 """Fields that a type may have or not; a file may have them all the same."""
 _OTHERS: Final[Mapping[str, tuple[Any, ...]]] = {

@@ -82,7 +82,9 @@ def build(model_type: str, model_class: Any = None, **changes: Any) -> PreTraine
             size = sum(p.numel() for p in make(config).parameters())
         if size > _MAX_PARAMETERS:
             raise NotBuilt(f"it has {size} parameters")
-        model = make(config, attn_implementation="eager").float().eval()
+        # the eager mode of Falcon adds ALiBi twice
+        mode = "sdpa" if model_type == "falcon" and config.alibi else "eager"
+        model = make(config, attn_implementation=mode).float().eval()
     except NotBuilt:
         raise
     except Exception as error:  # whatever a model of this size does

@@ -54,7 +54,7 @@ _OF_MODELS: Final = (
     "vocab_size|type_vocab_size|embedding_size|word_embed_proj_dim|embedding_multiplier"
     "|scale_embedding|max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions"
     "|seq_length|sinusoidal_pos_embds|num_channels|num_mel_bins|image_size|patch_size"
-    "|encoder_stride|mm_tokens_per_image|(text|vision|audio)_config"
+    "|encoder_stride|mm_tokens_per_image|num_image_tokens|(text|vision|audio)_config"
     "|num_hidden_layers|num_layers|n_layers?|(en|de)coder_layers|num_hidden_groups|inner_group_num"
     "|intermediate_size|n_inner|hidden_dim|(encoder_|decoder_)?ffn_dim|ffn_hidden_size"
     "|hidden_act(ivation)?|activation(_function)?|mlp_bias|swiglu_.*|chunk_size_feed_forward"
@@ -84,9 +84,10 @@ _OF_OTHER_LAYERS: Final[Mapping[str, tuple[str, ...]]] = {
     "cohere2": (*_ROPES, "rope_theta"),  # some layers have no positions
     "smollm3": (*_ROPES, "rope_theta", "layer_types"),
     "whisper": ("encoder_attention_heads", "decoder_attention_heads"),
-    "falcon": ("num_kv_heads",),  # the new architecture has it
+    "falcon": (*_ROPES, "rope_theta", "num_kv_heads"),  # with alibi; in the old architecture
+    "gpt_bigcode": ("num_key_value_heads",),  # multi_query says it
 }
-"""Fields that are read for other layers of a type."""
+"""Fields that are read for other layers of a type, or for none."""
 
 
 class ReadFields(dict[str, Any]):
