@@ -26,7 +26,7 @@ def test_file_beside_the_tensors_gives_what_is_not_known(tmp_path: Path) -> None
     own = tmp_path / "mine.toml"
     positions = 'positions = "none", rope = {base = 10000.0} or alibi = true'
     causal = "causal = true or causal = false"
-    reason = "the number of heads is not known, because there is no config.json"
+    reason = "there is no config.json"
     expected = {
         "": (reason, f"heads = 2; {causal}; {positions}"),
         "heads = 4\n": ("there is no config.json", f"{causal}; {positions}"),

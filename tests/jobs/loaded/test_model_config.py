@@ -64,7 +64,7 @@ def test_configuration_gives_positions_norms_and_parameters(tmp_path: Path) -> N
         (BERT | {"clip_qkv": 8.0}, "clip_qkv is not supported"),
         (BERT | {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
         (BERT | {"model_type": "llama", "rope_theta": -1.0}, "rope"),
-        ({"model_type": "bert"}, "the number of heads is not known"),
+        ({"model_type": "bert"}, "config.json has no number of heads; write below"),
         ([1, 2], "expected an object"),
         ({"model_type": ["x"], "num_attention_heads": HEADS}, "positions"),
         (BERT | {"model_type": "gpt_neo", "attention_types": [[None, 3]]}, "cannot be read"),

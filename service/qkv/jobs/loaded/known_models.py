@@ -12,7 +12,17 @@ from typing import Any, Final, Literal
 
 from qkv.errors import InvalidContent, format_value
 
-__all__ = ["KNOWN", "Config", "KnownModel", "Positions", "has_rope", "has_window", "window_of_neo"]
+__all__ = [
+    "KNOWN",
+    "OWN_SCALES",
+    "UNSUPPORTED",
+    "Config",
+    "KnownModel",
+    "Positions",
+    "has_rope",
+    "has_window",
+    "window_of_neo",
+]
 
 Config = Mapping[str, Any]
 """A configuration: the object of `config.json`, or the part of it that belongs to a layer."""
@@ -196,3 +206,29 @@ KNOWN: Final[Mapping[str, KnownModel]] = {
     "whisper": _ENCODER,
 }
 """The known types by `model_type`."""
+
+_IMAGE_POSITIONS: Final = "its rotary positions are those of images, with two axes"
+_BARE_NORMS: Final = "it normalises {} without weights"
+
+UNSUPPORTED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("dinov3_vit", "llama4_vision_model", "mlcd_vision_model", "pixtral"), _IMAGE_POSITIONS
+    ),
+    **dict.fromkeys(
+        ("embedding_gemma2_text", "gemma4_text", "gemma4_unified_text"),
+        _BARE_NORMS.format("values"),
+    ),
+    "florence_vision": "it attends over channels",
+    **dict.fromkeys(
+        ("grounding-dino", "mm-grounding-dino"), "special tokens divide its text into parts"
+    ),
+    "llama4_text": "it scales queries by their position, and normalises them without weights",
+    **dict.fromkeys(("mra", "yoso"), "it approximates the softmax"),
+    "nanochat": _BARE_NORMS.format("queries and keys"),
+    "pegasus_x": "it attends within blocks and to global tokens",
+    "t5gemma2_decoder": "it attends to its own tokens and to those of the encoder at once",
+}
+"""Types whose attention no layer holds, with the reason, where no tensor shows it."""
+
+OWN_SCALES: Final = ("dia_encoder", "dia_decoder")
+"""Types whose scores have a scale that the configuration does not give."""

@@ -32,6 +32,7 @@ __all__ = ["LayerSettings", "MissingLines", "ModelFiles", "NormFields"]
 _MAX_BYTES: Final = 16 << 20  # of config.json, and of the file beside it
 _PARAMETERS: Final = ("causal", "scale", "softcap", "window")
 _POSITIONS: Final = {"rope": "rotary", "alibi": "alibi"}
+_NO_CONFIG: Final = "there is no config.json"
 _OF_REQUESTS: Final = ("input", "prefix")  # fields of a layer that the file does not have
 _LINES: Final = {
     "positions": 'positions = "none", rope = {base = 10000.0} or alibi = true',
@@ -239,9 +240,8 @@ class ModelFiles:
 
     def _asks_without_config(self, layouts: Mapping[str, Layout]) -> dict[str, str]:
         """Returns what is open where there is no configuration."""
-        reason = "there is no config.json"
         has_positions = any(layout.rotary_order or layout.alibi for layout in layouts.values())
-        return {"causal": reason, "positions": reason} if has_positions else {"causal": reason}
+        return dict.fromkeys(("causal", "positions") if has_positions else ("causal",), _NO_CONFIG)
 
     def _check_known(
         self,
@@ -256,8 +256,8 @@ class ModelFiles:
             asks["layout"] = f"names and shapes fit {', '.join(layouts)}"
             lines["layout"] = f'layout = "{layouts[0]}"'
         if config.fields.get("heads") is None:
-            whose = "there is no config.json" if self._config is None else "config.json has none"
-            asks["heads"] = f"the number of heads is not known, because {whose}"
+            has_config = self._config is not None
+            asks["heads"] = "config.json has no number of heads" if has_config else _NO_CONFIG
             counts = head_counts(layout_catalogue.known()[layouts[0]], sizes)
             lines["heads"] = f"heads = {counts[0].heads if counts else 1}"
         asks |= config.asks

@@ -16,6 +16,8 @@ from qkv.errors import InvalidContent, format_value
 from qkv.jobs.loaded.config_fields import ReadFields, check_fields
 from qkv.jobs.loaded.known_models import (
     KNOWN,
+    OWN_SCALES,
+    UNSUPPORTED,
     Config,
     KnownModel,
     Positions,
@@ -100,6 +102,9 @@ def read_config(
             model.
     """
     part, model_type = part_of(document, path)
+    for name in (model_type, str(document.get("model_type"))):
+        if name in UNSUPPORTED:
+            raise InvalidContent(f"the model type {name!r} is not supported: {UNSUPPORTED[name]}")
     passed = tuple(name for name in ignored if name in part)
     config = ReadFields({name: value for name, value in part.items() if name not in passed})
     _check_width(config, width)
@@ -132,10 +137,14 @@ def _asks(config: Config, model_type: str) -> dict[str, str]:
     if not model_type:
         whose = "config.json has no part that is known to be of these layers"
         whose = whose if not config else "config.json has no model type"
-    asks = {"causal": whose, "positions": whose}
+    asks = dict.fromkeys(("causal", "positions"), whose)
+    if model_type in OWN_SCALES:
+        asks["scale"] = whose
+    # a layer that belongs to no part may have what one of them says
+    parts = [part for part in config.values() if isinstance(part, dict) and "model_type" in part]
+    said = [n for every in (config, *parts) for n, value in every.items() if _says(value)]
     for field, pattern in _MAY_MATTER.items():
-        names = [n for n, value in config.items() if re.search(pattern, n) and _says(value)]
-        if names:
+        if names := list(dict.fromkeys(n for n in said if re.search(pattern, n))):
             asks[field] = f"config.json has {', '.join(names)}"
     return asks
 
@@ -249,15 +258,16 @@ def _amplitude(factor: float, scale: float) -> float:
 
 def _scaling(config: Config, index: int | None, is_local: bool) -> Config:
     """Returns the numbers of the rotary embedding that a configuration keeps in an object."""
-    kinds = config.get("rope_parameters")
+    old = config.get("rope_scaling")  # before transformers 5, which still prefers it
+    kinds = None if isinstance(old, dict) and old else config.get("rope_parameters")
     types = config.get("layer_types")
     kind = "full_attention"
     if isinstance(types, list) and index is not None and index < len(types):
         kind = types[index]
     if isinstance(kinds, dict):
         found = kinds.get("sliding_attention" if is_local else kind, kinds)
-    else:  # before transformers 5, the scaling was that of the layers without a window
-        found = None if is_local else config.get("rope_scaling")
+    else:  # the old scaling was that of the layers without a window
+        found = None if is_local else old
     return found if isinstance(found, dict) else {}
 
 

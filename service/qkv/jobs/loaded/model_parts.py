@@ -33,14 +33,18 @@ class ModelPart(NamedTuple):
 def part_of(document: Config, path: str) -> ModelPart:
     """Returns the part of a configuration that describes the layer at a path.
 
-    A configuration without parts describes all layers. Otherwise each module around the blocks
-    must be the name of a tower or a plain one: a resampler between two towers belongs to neither,
-    and that its widths are those of a part proves nothing.
+    A configuration without parts describes all layers. Encoder and decoder may have one each.
+    Otherwise each module around the blocks must be the name of a tower or a plain one: a resampler
+    between two towers belongs to neither, and that its widths are those of a part proves nothing.
 
     Args:
         document: of `config.json`.
         path: of the attention, such as "language_model.model.layers.3.self_attn".
     """
+    first, _, rest = path.removeprefix("model.").partition(".")
+    for name in (first, f"{first}_config") if first in ("encoder", "decoder") else ():
+        if _is_part(document, name):
+            return part_of(document[name], rest)
     if not any(_is_part(document, name) for name in document):
         return ModelPart(document, _type_of(document))
     words = [word for word in stack_of(path).split(".") if not _PLAIN.fullmatch(word)]
@@ -64,11 +68,8 @@ def stack_of(path: str) -> str:
 def _is_part(document: Config, name: str) -> bool:
     """Returns True if a field of a configuration is the configuration of a part."""
     part = document.get(name)
-    return (
-        name.endswith("_config")
-        and isinstance(part, dict)
-        and not {"model_type", "hidden_size"}.isdisjoint(part)
-    )
+    is_name = name.endswith("_config") or name in ("encoder", "decoder")
+    return is_name and isinstance(part, dict) and not {"model_type", "hidden_size"}.isdisjoint(part)
 
 
 def _tower_of(word: str) -> str | None:
