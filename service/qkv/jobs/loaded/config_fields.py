@@ -33,7 +33,7 @@ _OLD: Final[Mapping[str, tuple[str, ...]]] = {  # names before transformers 5
 }
 _AS_IT_IS: Final[Mapping[str, Any]] = {
     "is_decoder": False, "norm_type": "layer_norm", "position_embedding_type": "absolute",
-    "pruned_heads": {}, "rotary": True, "scale_attn_weights": True,
+    "pruned_heads": {}, "rotary": True, "scale_attn_weights": True, "partial_rotary_factor": 1,
 }  # fmt: skip
 """Fields that a file of any type may have with this value, which changes nothing."""
 _NOT_OF_MODELS: Final = (

@@ -83,10 +83,10 @@ def has_window(config: Config, known: KnownModel, index: int | None) -> bool:
     switch = config.get("use_sliding_window")
     is_off = switch is False or (known.is_window_optional and switch is not True)
     kind = _kind(config, index)
-    if is_off and kind == "sliding_attention":
+    if kind == "sliding_attention" and (is_off or config.get("sliding_window") is None):
         raise InvalidContent(
             f"config.json: layer_types is invalid: got {kind!r} of layer {index}, expected "
-            "'full_attention' where use_sliding_window is not true"
+            "'full_attention' where the configuration gives or uses no sliding_window"
         )
     if is_off or kind is not None:
         return kind == "sliding_attention"
@@ -211,6 +211,8 @@ _IMAGE_POSITIONS: Final = "its rotary positions are those of images, with two ax
 _BARE_NORMS: Final = "it normalises {} without weights"
 
 UNSUPPORTED: Final[Mapping[str, str]] = {
+    "autoformer": "it correlates series in place of tokens",
+    "bros": "it adds positions of boxes to the scores",
     **dict.fromkeys(
         ("dinov3_vit", "llama4_vision_model", "mlcd_vision_model", "pixtral"), _IMAGE_POSITIONS
     ),

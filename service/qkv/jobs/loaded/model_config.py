@@ -313,7 +313,7 @@ def _window(config: Config, model_type: str, known: KnownModel, index: int | Non
     if model_type == "gpt_neo":
         return window_of_neo(config, index)
     length = _integer(config, "sliding_window")
-    if length is None or not has_window(config, known, index):
+    if not has_window(config, known, index) or length is None:
         return None
     if length == 0:
         raise InvalidContent("config.json: sliding_window is invalid: got 0, expected 1 or more")
