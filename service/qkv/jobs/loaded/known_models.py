@@ -30,6 +30,7 @@ Config = Mapping[str, Any]
 Positions = Literal["none", "rotary", "alibi"]
 """The kind of positions of a model's attention; "none": it has none."""
 
+_KINDS: Final = ("full_attention", "sliding_attention")
 _OfLayer = Callable[[Config, int], bool]
 
 
@@ -44,7 +45,8 @@ class KnownModel:
         base: of the rotary wavelengths, if the configuration has none.
         local_base: the same in layers with a window; None: the same base.
         share: of a head's channels that turn, if the configuration has none.
-        dims: the number of channels that turn, if the configuration has none.
+        dims: the number of channels that turn, if the configuration has none. It has no other
+            numbers of the embedding, whose base is 10,000.
         has_window: tells whether a layer has the window, if the configuration does not; None: all
             have it.
         is_window_optional: the window needs `use_sliding_window`.
@@ -52,6 +54,7 @@ class KnownModel:
         norm_offset: added to the weights of its norms.
         layout: of its attention, where names and shapes fit several.
         has_both_sides: it may see later keys, by `use_bidirectional_attention`.
+        has_softcap: its scores have the cap of the configuration.
     """
 
     positions: Positions
@@ -67,6 +70,7 @@ class KnownModel:
     norm_offset: Literal[0, 1] = 0
     layout: str | None = None
     has_both_sides: bool = False
+    has_softcap: bool = False
 
 
 def has_window(config: Config, known: KnownModel, index: int | None) -> bool:
@@ -78,32 +82,23 @@ def has_window(config: Config, known: KnownModel, index: int | None) -> bool:
         index: the number of the layer; None: its name has none.
 
     Raises:
-        InvalidContent: the configuration contradicts itself, or the layer is of another kind.
+        InvalidContent: `layer_types` has another kind, or a window that is switched off.
     """
-    switch = config.get("use_sliding_window")
-    is_off = switch is False or (known.is_window_optional and switch is not True)
-    kind = _kind(config, index)
-    if kind == "sliding_attention" and (is_off or config.get("sliding_window") is None):
-        raise InvalidContent(
-            f"config.json: layer_types is invalid: got {kind!r} of layer {index}, expected "
-            "'full_attention' where the configuration gives or uses no sliding_window"
-        )
-    if is_off or kind is not None:
-        return kind == "sliding_attention"
-    return known.has_window is None or (index is not None and known.has_window(config, index))
-
-
-def _kind(config: Config, index: int | None) -> str | None:
-    """Returns the kind of a layer in `layer_types`; None if it is not there."""
+    is_on = config.get("use_sliding_window")
+    is_off = is_on is not True if known.is_window_optional else is_on is False
     kinds = config.get("layer_types")
-    if not isinstance(kinds, list) or index is None or index >= len(kinds):
-        return None
-    if kinds[index] not in ("full_attention", "sliding_attention"):
-        raise InvalidContent(
-            f"config.json: layer_types is invalid: got {format_value(kinds[index])} of layer "
-            f"{index}, expected 'full_attention' or 'sliding_attention'"
-        )
-    return str(kinds[index])
+    if isinstance(kinds, list) and index is not None and index < len(kinds):
+        expected = _KINDS[:1] if is_off else _KINDS
+        if kinds[index] not in expected:
+            raise InvalidContent(
+                f"config.json: layer_types is invalid: got {format_value(kinds[index])} of layer "
+                f"{index}, expected {' or '.join(expected)}"
+                f"{', because use_sliding_window is not true' if is_off else ''}"
+            )
+        return bool(kinds[index] == "sliding_attention")
+    if is_off:
+        return False
+    return known.has_window is None or (index is not None and known.has_window(config, index))
 
 
 def has_rope(config: Config, known: KnownModel, index: int | None) -> bool:
@@ -193,7 +188,7 @@ KNOWN: Final[Mapping[str, KnownModel]] = {
     "qwen2_moe": replace(_QWEN, has_window=_is_early),
     "qwen3_moe": _QWEN,
     "gemma": _GEMMA,
-    "gemma2": replace(_GEMMA, has_window=_all_but_each(2)),
+    "gemma2": replace(_GEMMA, has_window=_all_but_each(2), has_softcap=True),
     **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA3),
     "gpt_oss": replace(_ROTARY, base=150000, has_window=_all_but_each(2)),
     "smollm3": _SMOLLM,

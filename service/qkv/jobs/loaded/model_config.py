@@ -203,6 +203,9 @@ def _rope(
     config: ReadFields, known: KnownModel, index: int | None, heads: int | None
 ) -> dict[str, Any]:
     """Returns the field `rope` of a layer."""
+    if known.dims is not None:
+        dims = _integer(config, "rotary_dim")
+        return {"order": known.order, "dims": known.dims if dims is None else dims}
     is_local = known.local_base is not None and has_window(config, known, index)
     scaling = _scaling(config, index, is_local)
     every = config
@@ -278,8 +281,7 @@ def _turning_channels(config: Config, known: KnownModel, heads: int | None) -> i
     if share is not None and share < 1 and heads:
         width = _number(config, "head_dim") or (_number(config, "hidden_size") or 0) / heads
         return 2 * int(share * width / 2) or None
-    dims = _integer(config, "rotary_dim")
-    return known.dims if dims is None else dims
+    return None
 
 
 def _parameters(
@@ -299,7 +301,7 @@ def _parameters(
         length = length // 2 + 1 if sees_later else length
         left = length if is_whole else length - 1
         parameters["window"] = [left, 0 if "causal" in parameters else left]
-    if softcap := _number(config, "attn_logit_softcapping"):
+    if known.has_softcap and (softcap := _number(config, "attn_logit_softcapping")):
         parameters["softcap"] = float(softcap)
     return parameters
 
@@ -308,15 +310,19 @@ def _window(config: Config, model_type: str, known: KnownModel, index: int | Non
     """Returns the number of keys in the window of a layer; None: it has none.
 
     Raises:
-        InvalidContent: it has no key.
+        InvalidContent: it has no key, or no number.
     """
     if model_type == "gpt_neo":
         return window_of_neo(config, index)
     length = _integer(config, "sliding_window")
-    if not has_window(config, known, index) or length is None:
+    if not has_window(config, known, index):
         return None
-    if length == 0:
-        raise InvalidContent("config.json: sliding_window is invalid: got 0, expected 1 or more")
+    is_listed = "sliding_attention" in (config.get("layer_types") or ())
+    if length == 0 or (length is None and is_listed):
+        raise InvalidContent(
+            f"config.json: sliding_window is invalid: got {format_value(length)}, expected 1 or "
+            "more, because a layer has a window"
+        )
     return length
 
 
