@@ -90,7 +90,7 @@ def test_layers_of_other_kinds_are_refused(tmp_path: Path) -> None:
 
 
 def test_fields_of_the_files_of_older_models_are_known(tmp_path: Path) -> None:
-    """Those of bert-base-uncased and of albert-base-v2, which no code reads."""
+    """Fields of bert-base-uncased and of albert-base-v2."""
     older = {
         "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1,
         "gradient_checkpointing": False, "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
