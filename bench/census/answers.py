@@ -219,7 +219,7 @@ class _Answers:
         fields: dict[str, Any] = {"order": "interleaved"} if _is_interleaved(self._module) else {}
         parameters = getattr(self._config, "rope_parameters", None) or {}
         found = None
-        if tables is not None:
+        if tables is not None and self._call is not None and self._call.x is not None:
             kind = parameters.get("rope_type", "default")
             found = _base_and_dims(tables, self._call.x)
             if found is None or (found[0] is None and kind not in _SCALINGS):

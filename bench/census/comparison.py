@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ TOLERANCE: Final = 1e-3
 _CROSS: Final = (
     "key_value_states", "encoder_hidden_states", "encoder_outputs", "key", "key_states", "cross_x",
 )  # fmt: skip
-_LENGTHS: Final = (LENGTH, 17)  # of tokens, and of the patches of a small image
+_LENGTHS: Final = (LENGTH, 5, 17)  # of tokens, and of the patches of small images
 _ROLES: Final = ("query", "key", "value")
 
 
@@ -250,10 +251,10 @@ class _Comparison:
             shapes = ", ".join(str(list(each.shape)) for each in expected)
             detail = f"got shape {list(found.shape)}, expected {shapes}"
             return Verdict(self._name, "wrong", detail=detail)
-        error = min(errors)
-        if error != error:
+        least = min(errors)
+        if math.isnan(least):
             return Verdict(self._name, "not run", detail="the model's numbers are not finite")
-        return Verdict(self._name, "right" if error < TOLERANCE else "wrong", error)
+        return Verdict(self._name, "right" if least < TOLERANCE else "wrong", least)
 
     def _inputs(self) -> dict[str, Tensor]:
         assert self._call is not None
@@ -265,11 +266,11 @@ class _Comparison:
             return {"x": with_three_axes(x)}
         value = arguments.get("value", arguments.get("value_states", other))
         value = value if isinstance(value, Tensor) else other
-        return {
-            "query": with_three_axes(x),
-            "key": with_three_axes(other),
-            "value": with_three_axes(value),
-        }
+        key = with_three_axes(other)
+        query = with_three_axes(x)
+        if len(query) == 1:  # learned queries are the same for all items
+            query = query.expand(len(key), -1, -1)
+        return {"query": query, "key": key, "value": with_three_axes(value)}
 
     def _inputs_of_roles(self) -> dict[str, Tensor] | None:
         """Returns what the three projections receive, if they are three and it differs."""
@@ -297,7 +298,7 @@ class _Comparison:
         norms = [part for part in module.modules() if "Norm" in type(part).__name__]
         inputs = [t for t in self._call.arguments.values() if isinstance(t, Tensor)]
         with torch.no_grad():
-            for x in (x for x in inputs if x.shape == inner.shape == whole.shape):
+            for x in (x for x in inputs if x.shape[1:] == inner.shape[1:] == whole.shape[1:]):
                 for norm in (lambda after: after, *norms):
                     with contextlib.suppress(RuntimeError, TypeError):  # a norm of other inputs
                         if torch.allclose(norm(x + inner), whole, atol=1e-4):

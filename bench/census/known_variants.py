@@ -50,10 +50,14 @@ _OTHERS: Final[Mapping[str, tuple[Any, ...]]] = {
     "hidden_act": ("relu",),
     "head_dim": (8, 32),
     "num_key_value_heads": (1, 2, 4),
-    "layer_types": (["full_attention"] * 2, ["sliding_attention", "full_attention"]),
+    "layer_types": (
+        ["full_attention"] * 2,
+        ["sliding_attention", "full_attention"],
+        ["chunked_attention", "full_attention"],
+    ),
     "rope_parameters": _ROPES,
     "attention_types": ([[["global", "local"], 1]], [[["local"], 2]]),
-    "pad_token_id": (5,),
+    "attention_layers": (["local", "global"],),
 }
 _CLASSES: Final = {
     "bert": "BertLMHeadModel", "roberta": "RobertaForCausalLM", "electra": "ElectraForCausalLM",

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 _MAX_PARAMETERS: Final = 30_000_000
 _SCALE: Final = 1.2  # of a matrix, so that scores and norms matter
 _FRAMES: Final = 64
+_PATCHES: Final = 4  # at a side of an image
 
 
 class NotBuilt(Exception):
@@ -93,7 +94,7 @@ def build(model_type: str, model_class: Any = None, **changes: Any) -> PreTraine
     for part in model.modules():
         if isinstance(getattr(part, "config", None), PretrainedConfig):
             part.config.use_cache = False
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _draw(model: nn.Module) -> None:
@@ -157,7 +158,9 @@ def _hooks(path: str, module: nn.Module, calls: dict[str, Call]) -> list[Any]:
             bound = {str(i): value for i, value in enumerate(args)} | kwargs
         for name in ("kwargs", "args"):
             more = bound.pop(name, {})
-            bound |= more if isinstance(more, dict) else dict(enumerate(more))
+            bound |= (
+                more if isinstance(more, dict) else {str(i): value for i, value in enumerate(more)}
+            )
         calls[path] = Call({name: _copied(value) for name, value in bound.items()})
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
@@ -203,10 +206,15 @@ def _runners(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             yield part
     for part in model.modules():  # encoders and stacks of layers that are no models
         names = list(inspect.signature(part.forward).parameters)
-        if not isinstance(part, PreTrainedModel) and names[:1] and names[0] in (
-            "inputs_embeds", "hidden_states", "hidden_state"
-        ):  # fmt: skip
-            yield part  # type: ignore[misc]
+        is_stack = names[:1] and names[0] in ("inputs_embeds", "hidden_states", "hidden_state")
+        if is_stack and not isinstance(part, PreTrainedModel) and not _is_time_first(part):
+            yield part
+
+
+def _is_time_first(part: nn.Module) -> bool:
+    """Returns True if a module has attention whose inputs have the axes (L, B, M)."""
+    every = (m for m in part.modules() if isinstance(m, nn.MultiheadAttention))
+    return any(not module.batch_first for module in every)
 
 
 def _inputs(model: nn.Module) -> dict[str, Any]:
@@ -214,12 +222,23 @@ def _inputs(model: nn.Module) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters
     config = getattr(model, "config", None)
     needed = {n for n, p in parameters.items() if p.default is p.empty and p.kind != p.VAR_KEYWORD}
-    needed |= {getattr(model, "main_input_name", "input_ids")} & parameters.keys()
+    needed |= {getattr(model, "main_input_name", "input_ids"), "bbox"} & parameters.keys()
     if getattr(config, "is_encoder_decoder", False):
         needed |= {"decoder_input_ids"} & parameters.keys()
     if not needed & {*_MAKERS}:
         needed |= set(list(parameters)[:1])
-    return {n: make(config) for n, make in _MAKERS.items() if n in needed and n in parameters}
+    made = {n: make(config) for n, make in _MAKERS.items() if n in needed and n in parameters}
+    if "grid_thw" in made:  # patches of an image, side by side
+        first = next(iter(parameters))
+        made[first] = torch.randn(_PATCHES * _PATCHES, _numbers_of_patch(config))
+    return made
+
+
+def _numbers_of_patch(config: Any) -> int:
+    """Returns how many numbers a patch of an image or a video has."""
+    channels = _first(config, ("in_channels", "in_chans", "num_channels"), 3)
+    side = _first(config, ("patch_size",), 8)
+    return channels * _first(config, ("temporal_patch_size",), 1) * side * side
 
 
 def _tokens(config: Any) -> Tensor:
@@ -253,7 +272,7 @@ def _features(config: Any) -> Tensor:
     return torch.randn(BATCH, _FRAMES, bins)
 
 
-_MAKERS: Final = {
+_MAKERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "input_ids": _tokens,
     "decoder_input_ids": _tokens,
     "attention_mask": lambda config: torch.ones(BATCH, LENGTH, dtype=torch.long),
@@ -265,5 +284,6 @@ _MAKERS: Final = {
     "input_features": _features,
     "input_values": lambda config: torch.randn(BATCH, 4000),
     "bbox": lambda config: torch.randint(0, 20, (BATCH, LENGTH, 4)).cumsum(-1),
+    "grid_thw": lambda config: torch.tensor([[1, _PATCHES, _PATCHES]]),
     "position_ids": lambda config: torch.arange(LENGTH).expand(BATCH, LENGTH),
 }

@@ -5,6 +5,9 @@ A field that no rule knows keeps its default.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import inspect
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -75,9 +78,13 @@ _BY_NAME: Final = {name: size for names, size in _SIZES.items() for name in name
 _KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "attention_groups_num")
 _WIDTHS_OF_HEADS: Final = ("head_dim", "attention_head_dim", "kv_channels", "global_head_dim")
 
-_OF_TYPE: Final[Mapping[str, Mapping[str, Any]]] = {
-    "wav2vec2": {},
+_NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
+    "hunyuan_v1_dense hunyuan_v1_moe ministral nemotron": {"head_dim": 16},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1},
+    "autoformer informer time_series_transformer": {"prediction_length": 6},
 }
+_OF_TYPE: Final = {name: fields for names, fields in _NEEDED.items() for name in names.split()}
+"""Fields without which a type cannot be built."""
 
 
 def model_types() -> list[str]:
@@ -102,17 +109,29 @@ def small_config(model_type: str, **changes: Any) -> PretrainedConfig:
 
 def small_fields(default: PretrainedConfig) -> dict[str, Any]:
     """Returns the fields of a default configuration that become smaller, parts included."""
-    every = default.to_dict()
+    every: dict[str, Any] = default.to_dict()
     small: dict[str, Any] = {}
     for name, value in every.items():
         part = getattr(default, name, None)
         if isinstance(part, PretrainedConfig):
-            small[name] = small_fields(part) | {"model_type": part.model_type}
+            small[name] = part.to_dict() | small_fields(part)
             continue
         changed = _small(name, value, every)
+        if name == "rope_parameters" and isinstance(value, dict) and _has_sections(default):
+            is_half = value.get("partial_rotary_factor") == 0.5
+            changed = changed | {"mrope_section": [2, 1, 1] if is_half else [4, 2, 2]}
         if changed != value:
             small[name] = changed
-    return small | _layer_lists(every) | _OF_TYPE.get(default.model_type, {})
+    return {**small, **_layer_lists(every), **_OF_TYPE.get(default.model_type, {})}
+
+
+def _has_sections(config: PretrainedConfig) -> bool:
+    """Returns True if the code of a type splits rotary channels into sections of its own size."""
+    module = type(config).__module__.replace("configuration_", "modeling_")
+    with contextlib.suppress(ImportError):
+        source = inspect.getsource(importlib.import_module(module))
+        return "mrope_section" in source and getattr(config, "rope_parameters", None) is not None
+    return False
 
 
 def _small(name: str, value: Any, every: Mapping[str, Any]) -> Any:
@@ -150,7 +169,8 @@ def _small_rope(value: dict[str, Any]) -> dict[str, Any]:
     """Returns parameters of a rotary embedding whose sections fit the width of a small head."""
     small = {n: _small_rope(v) if isinstance(v, dict) else v for n, v in value.items()}
     if isinstance(value.get("mrope_section"), list):
-        small["mrope_section"] = [4, 2, 2]
+        is_half = value.get("partial_rotary_factor") == 0.5
+        small["mrope_section"] = [2, 1, 1] if is_half else [4, 2, 2]
     if "original_max_position_embeddings" in value:
         small["original_max_position_embeddings"] = 8
     for name in ("short_factor", "long_factor"):

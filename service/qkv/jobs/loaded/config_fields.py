@@ -30,24 +30,29 @@ _OLD: Final[Mapping[str, tuple[str, ...]]] = {  # names before transformers 5
     "gemma3": ("rope_local_base_freq", "sliding_window_pattern"),
     "gemma3_text": ("rope_local_base_freq", "sliding_window_pattern"),
     "cohere2": ("sliding_window_pattern",),
-    "bert": ("is_causal",),
 }
-_OF_ALL: Final[Mapping[str, Any]] = {"is_causal": True, "position_embedding_type": "absolute"}
-"""Fields that a file of any type may have, with their defaults."""
-
+_AS_IT_IS: Final[Mapping[str, Any]] = {
+    "is_decoder": False, "norm_type": "layer_norm", "position_embedding_type": "absolute",
+    "pruned_heads": {}, "rotary": True, "scale_attn_weights": True, "partial_rotary_factor": 1,
+}  # fmt: skip
+"""Fields that a file of any type may have with this value, which changes nothing."""
 _NOT_OF_MODELS: Final = (
     # what the model was, and what its callers want
-    "model_type|architectures|transformers_version|dtype|torch_dtype|_name_or_path|return_dict"
-    "|output_.*|use_cache|id2label|label2id|problem_type|is_encoder_decoder|task_specific_params"
-    "|tie_word_embeddings|tie_weights_|_num_labels|num_labels|finetuning_task|language|prefix"
-    "|return_dict_in_generate|torchscript|cache_implementation|_attn_implementation_autoset",
+    "model_type|architectures|transformers_version|(torch_)?dtype|_name_or_path|auto_map"
+    "|return_dict(_in_generate)?|output_(hidden_states|attentions|scores|router_logits|past)"
+    "|use_cache|id2label|label2id|problem_type|is_encoder_decoder"
+    "|task_specific_params|tie_word_embeddings|tie_weights_|tie_encoder_decoder|_?num_labels"
+    "|finetuning_task|language|prefix|torchscript|tf_legacy_loss|use_bfloat16|tokenizer_class"
+    "|cache_implementation|_attn_implementation_autoset|inference_runner|max_batch_size"
+    "|pad_key_length|pre_allocate_kv_cache|validate_runner_input|max_sequence_length"
+    "|initial_context_length",
     # training and drawing of weights
     ".*dropout(_prob)?|.*_pdrop|.*layerdrop|initializer_(range|factor)|init_std|.*aux_loss_coef"
     "|router_jitter_noise|apply_spec_augment|mask_(time|feature)_.*|gradient_checkpointing",
     # texts
-    ".*_token_ids?|.*_token_index|.*suppress_tokens|max_length|min_length|do_sample|num_beams"
-    "|temperature|top_k|top_p|repetition_penalty|length_penalty|no_repeat_ngram_size"
-    "|early_stopping|forced_decoder_ids|num_return_sequences",
+    ".*_token_ids?|.*_token_index|.*suppress_tokens|bad_words_ids|forced_decoder_ids|(max|min)_length"
+    "|do_sample|num_beams|num_beam_groups|num_return_sequences|temperature|top_[kp]|typical_p"
+    "|.*_penalty|(encoder_)?no_repeat_ngram_size|early_stopping|remove_invalid_values",
 )
 _OF_MODELS: Final = (
     # other modules: embeddings, blocks, experts, heads of tasks
@@ -63,14 +68,18 @@ _OF_MODELS: Final = (
     "|num_ln_in_parallel_attn|apply_residual_connection_post_layernorm|do_layer_norm_before"
     "|_remove_final_layer_norm|residual_multiplier|logits_scaling|logit_scale"
     "|final_logit_softcapping|projection_dim|pooler_.*|summary_.*|classifier_proj_size"
-    "|use_weighted_layer_sum|median_filter_width|add_cross_attention",
+    "|use_weighted_layer_sum|median_filter_width|add_cross_attention|cross_attention_hidden_size"
+    "|experts_per_token|mlp_type|directionality",
     # tensors show it
-    "hidden_size|n_embd|n_embed|d_model|dim|head_dim|attention_bias|qkv_bias|use_qkv_bias|enable_bias|use_bias|bias"
-    "|layer_norm_elementwise_affine|qk_layernorm|use_qk_norm",
+    "hidden_size|n_embd|n_embed|d_model|dim|head_dim|attention_bias|qkv_bias|use_qkv_bias"
+    "|enable_bias|use_bias|bias"
+    "|layer_norm_elementwise_affine|qk_layernorm|use_qk_norm|quantization_config",
     # rounding
     "reorder_and_upcast_attn|attention_softmax_in_fp32|scale_attention_softmax_in_fp32"
     "|slow_but_exact|pretraining_tp|masked_softmax_fusion|bias_dropout_fusion|skip_bias_add(_qkv)?"
     "|offset_alibi",
+    # what transformers never reads
+    "down_scale_factor|gap_size|net_structure_type|num_memory_blocks|layers_to_keep",
     # another field stands for it, and the reader takes it where that one is missing
     "attention_types|max_window_layers|no_rope_layer_interval|_sliding_window_pattern",
 )
@@ -79,15 +88,19 @@ NOT_OF_MODELS: Final = re.compile("|".join(_NOT_OF_MODELS))
 HARMLESS: Final = re.compile("|".join((*_NOT_OF_MODELS, *_OF_MODELS)))
 """Names of fields that cannot change the output of an attention's module."""
 
-
-_OF_OTHER_LAYERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "cohere2": (*_ROPES, "rope_theta"),  # some layers have no positions
-    "smollm3": (*_ROPES, "rope_theta", "layer_types"),
-    "whisper": ("encoder_attention_heads", "decoder_attention_heads"),
+_WITHOUT_EFFECT: Final[Mapping[str, tuple[str, ...]]] = {
+    "cohere2": (*_ROPES, "rope_theta"),  # in layers without positions
     "falcon": (*_ROPES, "rope_theta", "num_kv_heads"),  # with alibi; in the old architecture
+    "gemma": ("use_bidirectional_attention",),  # the eager mode of transformers is causal
+    "gemma2": ("use_bidirectional_attention",),
     "gpt_bigcode": ("num_key_value_heads",),  # multi_query says it
+    "gpt_neo": ("window_size",),  # in global layers
+    "smollm3": (*_ROPES, "rope_theta", "layer_types"),
+    "whisper": ("encoder_attention_heads", "decoder_attention_heads"),  # of the other side
 }
-"""Fields that are read for other layers of a type, or for none."""
+"""Fields that do nothing in the layers for which they are not read."""
+_NOT_READ: Final = {"gemma3_text": "attn_logit_softcapping"}
+"""Fields that the reader reads, and transformers not."""
 
 
 class ReadFields(dict[str, Any]):
@@ -126,30 +139,31 @@ class ReadFields(dict[str, Any]):
         return ReadFields({**self, **other}, self.read)
 
 
-def check_fields(config: ReadFields, model_type: str, *, is_rotary: bool) -> None:
+def check_fields(config: ReadFields, model_type: str) -> None:
     """Checks that a configuration of a known type says nothing that was passed over.
 
     Args:
         config: after all that is read of it was read.
         model_type: of the configuration.
-        is_rotary: the type has rotary positions.
 
     Raises:
         InvalidContent: it does; all such fields are named.
     """
     defaults = dict(_table().get(model_type, {}))
     of_rope = defaults.get("rope_parameters") or {}
-    known = {**_OF_ALL, **dict.fromkeys(_OLD.get(model_type, ())), **defaults}
-    if is_rotary:
+    known = {"is_causal": None, **dict.fromkeys(_OLD.get(model_type, ())), **defaults}
+    if of_rope:
         known |= dict.fromkeys((*_ROPES, "rope_theta", *of_rope))
+    config.read.discard(_NOT_READ.get(model_type, ""))
     wrong = _wrong(config, known)
-    for name in _OF_OTHER_LAYERS.get(model_type, ()):
+    for name in _WITHOUT_EFFECT.get(model_type, ()):
         wrong.pop(name, None)
     for rope in config.opened:
-        wrong |= _wrong(rope, {**dict.fromkeys(_OF_ROPES), **of_rope})
+        kinds = {name for name, value in of_rope.items() if isinstance(value, dict)}
+        numbers = {name: value for name, value in rope.items() if name not in kinds}
+        wrong |= _wrong(ReadFields(numbers, rope.read), {**dict.fromkeys(_OF_ROPES), **of_rope})
         for part in rope.opened:
-            inner = next((v for v in of_rope.values() if isinstance(v, dict)), {})
-            wrong |= _wrong(part, {**dict.fromkeys(_OF_ROPES), **inner})
+            wrong |= _wrong(part, dict.fromkeys(_OF_ROPES))
     if wrong:
         listed = ", ".join(f"{name} = {format_value(value)}" for name, value in wrong.items())
         names = ", ".join(f'"{name}"' for name in wrong)
@@ -166,7 +180,7 @@ def _wrong(fields: ReadFields, known: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in fields.items()
         if not HARMLESS.fullmatch(name)
         and not (name in known and (name in fields.read or value == known[name]))
-        and not (name not in known and value is None)
+        and not (name not in known and (value is None or value == _AS_IT_IS.get(name)))
     }
 
 
