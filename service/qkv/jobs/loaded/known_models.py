@@ -30,7 +30,6 @@ Config = Mapping[str, Any]
 Positions = Literal["none", "rotary", "alibi"]
 """The kind of positions of a model's attention; "none": it has none."""
 
-_KINDS: Final = ("full_attention", "sliding_attention")
 _OfLayer = Callable[[Config, int], bool]
 
 
@@ -82,23 +81,32 @@ def has_window(config: Config, known: KnownModel, index: int | None) -> bool:
         index: the number of the layer; None: its name has none.
 
     Raises:
-        InvalidContent: `layer_types` has another kind, or a window that is switched off.
+        InvalidContent: the configuration contradicts itself, or the layer is of another kind.
     """
-    is_on = config.get("use_sliding_window")
-    is_off = is_on is not True if known.is_window_optional else is_on is False
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and index is not None and index < len(kinds):
-        expected = _KINDS[:1] if is_off else _KINDS
-        if kinds[index] not in expected:
-            raise InvalidContent(
-                f"config.json: layer_types is invalid: got {format_value(kinds[index])} of layer "
-                f"{index}, expected {' or '.join(expected)}"
-                f"{', because use_sliding_window is not true' if is_off else ''}"
-            )
-        return bool(kinds[index] == "sliding_attention")
-    if is_off:
-        return False
+    switch = config.get("use_sliding_window")
+    is_off = switch is False or (known.is_window_optional and switch is not True)
+    kind = _kind(config, index)
+    if kind == "sliding_attention" and (is_off or config.get("sliding_window") is None):
+        raise InvalidContent(
+            f"config.json: layer_types is invalid: got {kind!r} of layer {index}, expected "
+            "'full_attention' where the configuration gives or uses no sliding_window"
+        )
+    if is_off or kind is not None:
+        return kind == "sliding_attention"
     return known.has_window is None or (index is not None and known.has_window(config, index))
+
+
+def _kind(config: Config, index: int | None) -> str | None:
+    """Returns the kind of a layer in `layer_types`; None if it is not there."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or index is None or index >= len(kinds):
+        return None
+    if kinds[index] not in ("full_attention", "sliding_attention"):
+        raise InvalidContent(
+            f"config.json: layer_types is invalid: got {format_value(kinds[index])} of layer "
+            f"{index}, expected 'full_attention' or 'sliding_attention'"
+        )
+    return str(kinds[index])
 
 
 def has_rope(config: Config, known: KnownModel, index: int | None) -> bool:

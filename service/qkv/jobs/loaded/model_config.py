@@ -310,19 +310,15 @@ def _window(config: Config, model_type: str, known: KnownModel, index: int | Non
     """Returns the number of keys in the window of a layer; None: it has none.
 
     Raises:
-        InvalidContent: it has no key, or no number.
+        InvalidContent: it has no key.
     """
     if model_type == "gpt_neo":
         return window_of_neo(config, index)
     length = _integer(config, "sliding_window")
-    if not has_window(config, known, index):
+    if not has_window(config, known, index) or length is None:
         return None
-    is_listed = "sliding_attention" in (config.get("layer_types") or ())
-    if length == 0 or (length is None and is_listed):
-        raise InvalidContent(
-            f"config.json: sliding_window is invalid: got {format_value(length)}, expected 1 or "
-            "more, because a layer has a window"
-        )
+    if length == 0:
+        raise InvalidContent("config.json: sliding_window is invalid: got 0, expected 1 or more")
     return length
 
 
