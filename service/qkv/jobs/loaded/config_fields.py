@@ -95,7 +95,7 @@ _WITHOUT_EFFECT: Final[Mapping[str, tuple[str, ...]]] = {
     "gemma2": ("use_bidirectional_attention",),
     "gpt_bigcode": ("num_key_value_heads",),  # multi_query says it
     "gpt_neo": ("window_size",),  # in global layers
-    "smollm3": (*_ROPES, "rope_theta", "layer_types"),
+    "smollm3": (*_ROPES, "rope_theta"),
     "whisper": ("encoder_attention_heads", "decoder_attention_heads"),  # of the other side
 }
 """Fields that do nothing in the layers for which they are not read."""
