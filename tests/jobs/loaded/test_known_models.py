@@ -201,7 +201,7 @@ def test_text_is_served_beside_a_tower_that_is_not_known(
     tmp_path: Path, model: str, text: Mapping[str, Any]
 ) -> None:
     vision = _VISION | {"model_type": "siglip_vision_model", "vision_use_head": False}
-    fields = {"text_config": dict(text), "vision_config": vision}
+    fields: dict[str, Any] = {"text_config": dict(text), "vision_config": vision}
     case = RealModule(
         model, model, "", "", hf(model, **fields), "language_model.layers.1.self_attn", {},
         feed=lambda built: feed_tokens(built.language_model),
