@@ -42,9 +42,9 @@ def part_of(document: Config, path: str) -> ModelPart:
         path: of the attention, such as "language_model.model.layers.3.self_attn".
     """
     first, _, rest = path.removeprefix("model.").partition(".")
-    for name in (first, f"{first}_config") if first in ("encoder", "decoder") else ():
-        if _is_part(document, name):
-            return part_of(document[name], rest)
+    for side in (first, f"{first}_config") if first in ("encoder", "decoder") else ():
+        if _is_part(document, side):
+            return part_of(document[side], rest)
     if not any(_is_part(document, name) for name in document):
         return ModelPart(document, _type_of(document))
     words = [word for word in stack_of(path).split(".") if not _PLAIN.fullmatch(word)]
