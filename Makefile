@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.serves 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-all check docs bench clusters capacity gpu accuracy layouts speed soak examples fuzz mutants audit dist image clean again
+.PHONY: help serve test test-rest test-all check docs bench clusters capacity gpu accuracy layouts census speed soak examples fuzz mutants audit dist image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -77,6 +77,9 @@ accuracy: .venv/.installed ## measure every variant against its reference, into 
 
 layouts: .venv/.installed ## compare layers with real modules, into docs/layouts.md
 	@PYTHONPATH=tests .venv/bin/python bench/layouts.py --write $(ARGS)
+
+census: .venv/.installed ## serve small models of all types and compare, into docs/serve-a-model.md
+	@PYTHONPATH=bench .venv/bin/python -m census --variants --write $(ARGS)
 
 speed: .venv/.installed ## time every variant beside plain torch, into docs/speed.md and .svg
 	@.venv/bin/python bench/speed.py --write $(ARGS)

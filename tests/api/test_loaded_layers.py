@@ -87,7 +87,7 @@ def test_layers_and_checkpoints_are_listed(loaded: Server, client: Client) -> No
         *(f"centered.model.layers.{i}" for i in range(2)),
     ]
     small, *_, none = listed["checkpoints"]
-    assert small == {"name": "small", "layers": 2, "bytes": 8704, "problem": None}
+    assert small == {"name": "small", "layers": 2, "bytes": 8704, "problem": None, "unserved": []}
     assert none["layers"] == 0
     assert none["problem"] == "none.safetensors: No such file or directory"
     assert client.layers() == listed["layers"]

@@ -41,7 +41,8 @@ def write_checkpoint(folder: Path, case: RealModule) -> Path:
     if hasattr(config, "to_json_string"):
         (folder / "config.json").write_text(config.to_json_string(use_diff=False))
     else:
-        fields = {n: v for n, v in case.fields.items() if n in _KEPT} | dict(case.parameters)
+        fields = {n: v for n, v in case.fields.items() if n in _KEPT}
+        fields |= {"causal": False, **case.parameters}
         (folder / "qkv.toml").write_text(to_toml({"layout": case.layout, **fields}))
     return folder
 

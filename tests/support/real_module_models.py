@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from support.real_module import BATCH, LENGTH
+from support.real_module import BATCH, LENGTH, call_module
 from support.small_modules import MetaAttention
 from support.timm_import import import_timm
 
@@ -24,6 +24,7 @@ __all__ = [
     "meta",
     "mha",
     "other_widths",
+    "run_albert",
     "run_bert",
     "run_bloom",
     "run_causal_mha",
@@ -81,6 +82,15 @@ def run_bert(block: Any, inputs: Mapping[str, Tensor], captured: Mapping[str, An
     mask = captured.get("attention_mask")
     output: Tensor = block.output.dense(block.self(inputs["x"], attention_mask=mask)[0])
     return output
+
+
+def run_albert(block: Any, inputs: Mapping[str, Tensor], captured: Mapping[str, Any]) -> Tensor:
+    """Returns the projected output, to which the module adds x before its norm."""
+    projected: list[Tensor] = []
+    hook = block.dense.register_forward_hook(lambda _module, _args, found: projected.append(found))
+    call_module(block, inputs, captured)
+    hook.remove()
+    return projected[0]
 
 
 def run_bloom(block: Any, inputs: Mapping[str, Tensor], captured: Mapping[str, Any]) -> Tensor:

@@ -25,6 +25,7 @@ from support.real_module_models import (
     meta,
     mha,
     other_widths,
+    run_albert,
     run_bert,
     run_bloom,
     run_causal_mha,
@@ -159,6 +160,12 @@ def _all_cases() -> list[RealModule]:
             _HEADS_FIELD, {}, feed_tokens, run=run_bert,
         ),
         *map(_minilm, range(6)),
+        RealModule(
+            "albert", "transformers AlbertAttention", "dense and LayerNorm in the module", "bert",
+            hf("AlbertModel", **_without(_DECODER, "use_cache"), embedding_size=8),
+            "encoder.albert_layer_groups.0.albert_layers.0.attention", _HEADS_FIELD, {},
+            feed_tokens, run=run_albert,
+        ),
         _decoder(
             "llama", "LlamaModel", "grouped heads; rotary", _GROUPED | {"rope_parameters": _ROPE},
             _GROUPED_FIELDS | _rope(),
@@ -256,6 +263,12 @@ def _all_cases() -> list[RealModule]:
             },
         ),
         RealModule(
+            "distilbert", "transformers DistilBertSelfAttention", "q_lin for q_proj", "llama",
+            hf("DistilBertModel", dim=WIDTH, hidden_dim=48, n_layers=2, n_heads=HEADS,
+                vocab_size=29, max_position_embeddings=64),
+            "transformer.layer.1.attention", _HEADS_FIELD, {}, feed_tokens,
+        ),
+        RealModule(
             "clip", "transformers CLIPAttention", "out_proj for o_proj", "llama",
             hf("CLIPVisionModel", hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2,
                 num_attention_heads=HEADS, image_size=12, patch_size=4),
@@ -279,6 +292,13 @@ def _all_cases() -> list[RealModule]:
             "phi3", "Phi3Model", "fused, grouped heads; rotary",
             _GROUPED | {"rope_parameters": _ROPE}, _GROUPED_FIELDS | _rope(), layout="phi3",
         ),
+        RealModule(
+            "codegen", "transformers CodeGenAttention", "quarters; interleaved rotary", "codegen",
+            hf("CodeGenModel", n_embd=WIDTH, n_layer=2, n_head=HEADS, vocab_size=29, rotary_dim=4,
+                n_positions=64, use_cache=False, bos_token_id=1, eos_token_id=2),
+            "h.1.attn", _HEADS_FIELD | {"rope": {"dims": 4}}, _CAUSAL, feed_tokens,
+            auto=("codegen", "phi3"),
+        ),
         _decoder(
             "neox", "GPTNeoXModel", "interleaved heads; a quarter of the channels rotary",
             _DECODER | {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}},
@@ -294,6 +314,12 @@ def _all_cases() -> list[RealModule]:
             "falcon-multi-query", "FalconModel", "one key head; rotary",
             _FALCON | {"rope_parameters": _ROPE, "new_decoder_architecture": False},
             {"heads": HEADS, "kv_heads": 1} | _rope(), layout="falcon", **fused,
+        ),
+        RealModule(
+            "bigcode", "transformers GPTBigCodeAttention", "c_attn with one key head", "falcon",
+            hf("GPTBigCodeModel", n_embd=WIDTH, n_layer=2, n_head=HEADS, vocab_size=29,
+                n_positions=64, use_cache=False, bos_token_id=1, eos_token_id=2),
+            "h.1.attn", _HEADS_FIELD | {"kv_heads": 1}, _CAUSAL, feed_tokens,
         ),
         _decoder(
             "falcon-new", "FalconModel", "grouped heads; rotary",

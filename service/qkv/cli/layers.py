@@ -99,6 +99,11 @@ def _loaded_table(url: str, loaded: Mapping[str, Sequence[Mapping[str, Any]]]) -
         for checkpoint in loaded["checkpoints"]
         if checkpoint["problem"]
     ]
+    notes += [
+        f"Not served of {checkpoint['name']}: {layers['problem']}"
+        for checkpoint in loaded["checkpoints"]
+        for layers in checkpoint["unserved"]
+    ]
     return Table(_LOADED_HEAD, [(f"{len(layers)} loaded layers of {url}", rows)], notes)
 
 

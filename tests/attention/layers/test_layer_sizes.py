@@ -39,5 +39,5 @@ def test_fused_heads_without_an_output_projection_have_no_widths() -> None:
 
 def test_problem_names_the_missing_matrix() -> None:
     found = sizes(q_proj__weight=(4, 4), k_proj__weight=(4, 4))
-    assert found.problem.startswith("v_proj.weight is missing")
+    assert found.problem.startswith("v_proj.weight or v_lin.weight is missing")
     assert found.hidden_width is None

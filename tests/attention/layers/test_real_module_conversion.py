@@ -18,11 +18,18 @@ from support.small_modules import MetaAttention
 # building the models imports transformers and timm, which takes seconds
 pytestmark = pytest.mark.slow
 
-FULL_HEADS: Final = {"mha", "gpt2", "nanogpt", "bloom", "neox", "vit"}
-ONE_MATRIX: Final = {"gpt2", "nanogpt", "phi3", "bloom", "neox", "falcon", "vit"}
+FULL_HEADS: Final = {"mha", "gpt2", "nanogpt", "codegen", "bloom", "neox", "vit"}
+ONE_MATRIX: Final = {"gpt2", "nanogpt", "phi3", "codegen", "bloom", "neox", "falcon", "vit"}
 SPELLINGS: Final = {
-    "llama": {"out_proj": "o_proj", "dense": "o_proj"}, "bert": {"attention.": "self."},
-    "v2": {"out_proj": "W_output"},
+    "llama": {
+        "out_proj": "o_proj", "dense": "o_proj", "out_lin": "o_proj", "q_lin": "q_proj",
+        "k_lin": "k_proj", "v_lin": "v_proj",
+    },
+    "bert": {
+        "attention.": "self.", "dense": "output.dense", "query": "self.query", "key": "self.key",
+        "value": "self.value",
+    },
+    "falcon": {"c_attn": "query_key_value", "c_proj": "dense"}, "v2": {"out_proj": "W_output"},
 }  # fmt: skip
 
 each_case = pytest.mark.parametrize(
@@ -61,8 +68,10 @@ def expected_refusals(case: RealModule, target: str) -> list[str]:
         reasons.append(f"{target} has as many key heads as query heads")
     if target in ONE_MATRIX and "key" in case.embeddings and case.name != "whisper":
         reasons.append("query, key and value have no place in one matrix")
+    if target == "codegen" and case.fields["heads"] % 4:
+        reasons.append("the heads have no place in codegen")
     for name in names if target == "mha" else ():
-        query = name.endswith(("q_proj.weight", "W_query.weight", "W_query"))
+        query = name.endswith(("q_proj.weight", "q_lin.weight", "W_query.weight", "W_query"))
         if query and len(set(case.tensors[name].shape)) == 2:
             reasons.append("the query projection has no place in mha")
     return reasons
@@ -104,7 +113,7 @@ def test_layout_holds_the_layer_bit_for_bit_or_refuses_it_by_name(
         found = calls.output(server.http, case, layout=target, prefix="", tensors=tensors, **rope)
         assert largest_error(found, case.truth.output) < bound(case)
 
-    from_order = "interleaved" if case.layout == "meta" else "half"
+    from_order = "interleaved" if case.layout in ("meta", "codegen") else "half"
     again = calls.convert(
         server.http, tensors, target, case.layout, to_order=from_order if rope else None,
         **fields | rope,

@@ -25,6 +25,7 @@ MATRICES: Final = {
     "llama": ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"),
     "meta": ("wq.weight", "wk.weight", "wv.weight", "wo.weight"),
     "phi3": ("qkv_proj.weight", "o_proj.weight"),
+    "codegen": ("qkv_proj.weight", "out_proj.weight"),
     "neox": ("query_key_value.weight", "dense.weight"),
     "falcon-new": ("query_key_value.weight", "dense.weight"),
     "timm": ("qkv.weight", "proj.weight"),

@@ -253,21 +253,78 @@ def test_layer_of_zeros_or_of_two_dtypes_is_a_problem(tmp_path: Path) -> None:
         "self_attn.q_bias",
         "self_attn.q_norm.norms.0.weight",
         "self_attn.q_proj.lora_A.weight",
+        *(f"self_attn.{n}.weight" for n in ("gate_proj", "g_proj", "Wo", "projection_layer")),
+        *(f"self_attn.{n}.weight" for n in ("attn_sub_norm", "inner_attn_ln", "norm", "conv1d")),
+        *(f"self_attn.{n}.weight" for n in ("relative_k_proj", "dt_proj", "query_global")),
+        *(f"self_attn.{n}" for n in ("bias_u", "lambda_q1", "A_log", "softmax_offset", "bias")),
     ],
 )
-def test_tensor_that_changes_the_scores_is_a_problem(tmp_path: Path, name: str) -> None:
-    """As in a request, which has all tensors of the module."""
+def test_tensor_of_the_module_that_no_layout_reads_is_a_problem(tmp_path: Path, name: str) -> None:
+    """Below a known type too: its file has more than the module that the type has."""
     tensors = llama_tensors() | {f"model.layers.1.{name}": torch.ones(2)}
     problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors, LLAMA))
-    assert problem.startswith(f"model.layers.1.self_attn: model.layers.1.{name} ")
-    assert "not supported" in problem or "does not belong to this layout" in problem
+    assert problem.startswith(f"model.layers.1.self_attn: model.layers.1.{name} is not supported")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.relative_attention_bias.weight",
+        "model.rel_embeddings.weight",
+        "model.layers.1.attn_gate",
+        "model.layers.1.position_bias_table",
+    ],
+)
+def test_what_the_attention_reads_beside_its_module_is_a_problem(tmp_path: Path, name: str) -> None:
+    tensors = llama_tensors() | {name: torch.ones(2)}
+    problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors, LLAMA))
+    assert problem.startswith(f"model.layers: {name} is not supported: no layout reads it")
+
+
+def test_table_beside_one_tower_refuses_that_tower_alone(tmp_path: Path) -> None:
+    tensors = {f"a.{n}": t for n, t in bert_tensors().items()}
+    tensors |= {f"b.{n}": t.clone() for n, t in bert_tensors().items()}
+    tensors["a.encoder.relative_attention_bias.weight"] = torch.ones(9, HEADS)
+    loaded = load(small_checkpoints.write(tmp_path / "two", tensors, BERT))
+    assert list(loaded.names) == [f"small.b.encoder.layer.{i}" for i in range(2)]
+    assert list(loaded.checkpoints[0].unserved) == ["a.encoder.layer"]
+
+
+def test_gate_beside_the_query_is_named(tmp_path: Path) -> None:
+    """Not kv_heads, whose number is right."""
+    tensors = llama_tensors()
+    for name in [n for n in tensors if "q_proj" in n]:
+        tensors[name] = torch.randn(2 * WIDTH, WIDTH)
+    problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors, LLAMA))
+    assert "a gate of the output is not supported: got 32 outputs of the query" in problem
+    assert "kv_heads" not in problem
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        (("layers.0.self_attn.kv_a_proj.weight", "layers.0.self_attn.q_b_proj.weight"),
+         "'layers.0.self_attn.q_b_proj.weight' (latent attention), expected"),
+        (("blocks.0.norm.weight", "blocks.0.attn.Wqkv.weight"),
+         "got 'blocks.0.attn.Wqkv.weight' (fused in an order that"),
+        (("emb.weight", "b.0.SelfAttention.q.weight",
+          "b.0.SelfAttention.relative_attention_bias.weight"), "(relative positions), expected"),
+    ],
+)  # fmt: skip
+def test_attention_of_no_layout_is_described(
+    tmp_path: Path, tensors: tuple[str, ...], expected: str
+) -> None:
+    folder = small_checkpoints.write(tmp_path / "n", {n: torch.ones(2, 2) for n in tensors}, BERT)
+    problem = problem_of(folder)
+    assert "has 0 attention layers: got '" in problem
+    assert expected in problem
 
 
 def test_relative_positions_of_bert_are_a_problem(tmp_path: Path) -> None:
     name = "encoder.layer.1.attention.self.distance_embedding.weight"
     tensors = bert_tensors() | {name: torch.ones(9, WIDTH // HEADS)}
     problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors, BERT))
-    assert f"{name} is not supported in this layout: relative positions change the" in problem
+    assert f"{name} is not supported: no layout reads it" in problem
 
 
 def test_buffers_and_other_modules_are_no_problem(tmp_path: Path) -> None:

@@ -25,17 +25,22 @@ def test_file_beside_the_tensors_gives_what_is_not_known(tmp_path: Path) -> None
     path = tmp_path / "mine.safetensors"
     save_file(llama_tensors(), path)
     own = tmp_path / "mine.toml"
+    positions = 'positions = "none", rope = {base = 10000.0} or alibi = true'
+    causal = "causal = true or causal = false"
+    reason = "there is no config.json"
     expected = {
-        "": ("model.layers.0.self_attn: the number of heads is not known", "write heads = 12"),
-        "heads = 4\n": ("the positions are not known", 'positions = "none"'),
-        'heads = 4\npositions = "rotary"\n': ("the rotary embedding is not known", "write rope"),
-    }
-    for text, (reason, asked) in expected.items():
+        "": (reason, f"heads = 2; {causal}; {positions}"),
+        "heads = 4\n": ("there is no config.json", f"{causal}; {positions}"),
+        'heads = 4\npositions = "rotary"\n': (
+            "the rotary embedding is not known", f"{causal}; rope = {{base = 10000.0}}"
+        ),
+    }  # fmt: skip
+    for text, (reason, lines) in expected.items():
         own.write_text(text)
         problem = problem_of(path)
+        assert problem.startswith(f"model.layers: {reason}" if "rotary" not in text else "model.")
         assert reason in problem
-        assert f"{asked}" in problem
-        assert problem.endswith(' below [layers."model.layers"] into mine.toml')
+        assert problem.endswith(f'; write below [layers."model.layers"] into mine.toml: {lines}')
     own.write_text(
         'heads = 4\ncausal = true\n[rope]\nbase = 50.0\n[layers."model.layers.1"]\nwindow = [1, 0]'
     )
@@ -63,17 +68,26 @@ def two_towers() -> dict[str, torch.Tensor]:
     return rows | {n.replace("model.", "language_model."): t for n, t in llama_tensors().items()}
 
 
-def test_line_that_is_asked_for_leaves_the_other_layers_as_they_are(tmp_path: Path) -> None:
+def test_tower_that_is_not_known_leaves_the_other_layers_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = small_checkpoints.write(tmp_path / "two", two_towers(), TOWERS)
-    problem = problem_of(folder)
-    line = 'positions = "none"'
-    assert f"write {line}" in problem
-    table = '[layers."vision_tower.encoder.layers"]'
-    assert f" below {table} into qkv.toml" in problem
+    loaded = load(folder)
+    assert list(loaded.names) == [f"small.language_model.layers.{i}" for i in range(2)]
+    (checkpoint,) = loaded.checkpoints
+    assert checkpoint.problem is None
+    ((path, problem),) = checkpoint.unserved.items()
+    assert path == "vision_tower.encoder.layers"
+    assert problem.startswith(f"{path}: the model type 'siglip_vision_model' is not known; ")
+    assert f'write below [layers."{path}"] into qkv.toml: causal = true or ' in problem
+    assert any("layers of checkpoint small are not served: vision_" in m for m in caplog.messages)
+    lines, table = 'positions = "none"\n', f'[layers."{path}"]\n'
     described = []
-    for toml in (f"{table}\n{line}", line):  # at the top, it is what config.json leaves open
+    # at the top, positions are those that config.json leaves open
+    for toml in (f"{table}{lines}causal = false", f"{lines}{table}causal = false"):
         (folder / "qkv.toml").write_text(toml)
         loaded = load(folder)
+        assert not loaded.checkpoints[0].unserved
         described.append([loaded.describe(name) for name in loaded.names])
     assert described[0] == described[1]
     ropes = {layer["name"]: layer["rope"] for layer in described[0]}
@@ -124,7 +138,8 @@ def test_example_of_a_layout_is_one_that_fits(tmp_path: Path) -> None:
         n: torch.randn(3 * WIDTH, *t.shape[1:]) if "query" in n else t for n, t in tensors.items()
     }
     problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors, config))
-    assert 'names and shapes fit bloom, falcon; write layout = "bloom" below ' in problem
+    assert "names and shapes fit bloom, falcon; config.json has no model type" in problem
+    assert 'into qkv.toml: layout = "bloom"; causal = ' in problem
 
 
 def test_norm_of_the_file_beside_the_tensors(tmp_path: Path) -> None:
@@ -137,21 +152,38 @@ def test_norm_of_the_file_beside_the_tensors(tmp_path: Path) -> None:
     assert loaded.norm.numbers.eps == 0.5
 
 
-def test_model_of_an_unknown_type_is_asked_for_what_changes_its_scores(tmp_path: Path) -> None:
-    config = LLAMA | {"model_type": "mine", "sliding_window": 4, "attn_logit_softcapping": 30.0}
-    given = ""
-    asked = {
-        "positions": 'positions = "none"\n',
-        "window": "window = [3, 0]\n",
-        "softcap": "softcap = false\n",
+def test_model_of_an_unknown_type_is_asked_for_all_at_once(tmp_path: Path) -> None:
+    """One message for all layers: answered literally, they are served."""
+    config = LLAMA | {
+        "model_type": "mine", "sliding_window": 4, "attn_logit_softcapping": 30.0,
+        "layer_types": ["full_attention"] * 2, "attention_multiplier": None,
+        "attn_temperature": 2.0,
+    }  # fmt: skip
+    tensors = llama_tensors() | {
+        f"model.layers.{i}.self_attn.{n}_norm.weight": torch.ones(4) for i in (0, 1) for n in "qk"
     }
-    for field, line in asked.items():
-        folder = small_checkpoints.write(tmp_path / "m", llama_tensors(), config, given)
-        assert f"write {field} = " in problem_of(folder)
-        given += line
-    loaded = load(small_checkpoints.write(tmp_path / "m", llama_tensors(), config, given))
-    assert loaded.describe("small.model.layers.0")["parameters"] == {"window": [3, 0]}
-    assert loaded.describe("small.model.layers.0")["rope"] is None
+    problem = problem_of(small_checkpoints.write(tmp_path / "m", tensors, config))
+    assert problem == (
+        "model.layers: the model type 'mine' is not known; config.json has rope_theta; config.json "
+        "has sliding_window; config.json has attn_logit_softcapping; config.json has "
+        "attn_temperature; the numbers of the norms of queries and keys are not known; write "
+        'below [layers."model.layers"] into qkv.toml: causal = true or causal = false; positions '
+        '= "none", rope = {base = 10000.0} or alibi = true; window = [4095, 0] or window = false; '
+        "softcap = 50.0 or softcap = false; scale = 0.125 or scale = false; qk_norm = {eps = 1e-6} "
+        "or qk_norm = {eps = 1e-6, offset = 1}"
+    )
+    lines = 'causal = true\npositions = "none"\nwindow = [3, 0]\nsoftcap = false\nscale = false\n'
+    toml = f'[layers."model.layers"]\n{lines}qk_norm = {{eps = 1e-6}}\n'
+    loaded = load(small_checkpoints.write(tmp_path / "m", tensors, config, toml))
+    described = loaded.describe("small.model.layers.0")
+    assert described["parameters"] == {"causal": True, "window": [3, 0]}
+    assert (described["rope"], described["heads"]) == (None, 4)
+
+
+def test_number_of_heads_that_is_suggested_fits_the_width(tmp_path: Path) -> None:
+    tensors = {n: torch.randn([8] * t.dim()) for n, t in bert_tensors().items()}
+    problem = problem_of(small_checkpoints.write(tmp_path / "bad", tensors))
+    assert "into qkv.toml: heads = 1; causal = true or causal = false" in problem
 
 
 @pytest.mark.parametrize(

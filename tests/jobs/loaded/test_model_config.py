@@ -27,13 +27,20 @@ from support.small_checkpoints import (
 
 
 @pytest.mark.parametrize(
-    "config", [BERT | {"is_decoder": True}, BERT | {"architectures": ["XLMHead"]}]
+    ("config", "expected"),
+    [
+        (BERT | {"is_decoder": True}, {"causal": True}),
+        (BERT | {"is_decoder": True, "is_causal": False}, {}),
+        (BERT | {"is_decoder": False, "architectures": ["BertLMHeadModel"]}, {}),
+    ],
 )
-def test_cross_attention_of_a_decoder_is_not_causal(tmp_path: Path, config: Any) -> None:
+def test_decoder_is_causal_but_not_its_cross_attention(
+    tmp_path: Path, config: Any, expected: Any
+) -> None:
     cross = {n.replace("attention", "crossattention"): t for n, t in bert_tensors().items()}
     loaded = load(small_checkpoints.write(tmp_path / "b", bert_tensors() | cross, config))
     own, other = (f"small.encoder.layer.1.{kind}" for kind in ("attention", "crossattention"))
-    assert loaded.describe(own)["parameters"] == {"causal": True}
+    assert loaded.describe(own)["parameters"] == expected
     assert loaded.describe(other)["parameters"] == {}
 
 
@@ -62,7 +69,7 @@ def test_configuration_gives_positions_norms_and_parameters(tmp_path: Path) -> N
         (BERT | {"clip_qkv": 8.0}, "clip_qkv is not supported"),
         (BERT | {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
         (BERT | {"model_type": "llama", "rope_theta": -1.0}, "rope"),
-        ({"model_type": "bert"}, "the number of heads is not known"),
+        ({"model_type": "bert"}, "config.json has no number of heads; write below"),
         ([1, 2], "expected an object"),
         ({"model_type": ["x"], "num_attention_heads": HEADS}, "positions"),
         (BERT | {"model_type": "gpt_neo", "attention_types": [[None, 3]]}, "attention_types is"),
@@ -72,7 +79,22 @@ def test_configuration_gives_positions_norms_and_parameters(tmp_path: Path) -> N
         (BERT | {"layer_norm_eps": -1.0}, "layer_norm_eps is invalid: got -1.0, expected a number"),
         (BERT | {"num_attention_heads": 2.5}, "is invalid: got 2.5, expected an integer"),
         (GEMMA | {"attn_logit_softcapping": -3.0}, "'softcap' is invalid: got -3.0, expected "),
-        (GEMMA | {"sliding_window": 0}, "'window' is invalid: got -1, expected "),
+        (GEMMA | {"sliding_window": 0}, "sliding_window is invalid: got 0, expected 1 or more"),
+        (GEMMA | {"sliding_window": None}, "the configuration gives or uses no sliding_window"),
+        (
+            GEMMA | {"layer_types": ["chunked_attention"] * 2},
+            'layer_types is invalid: got "chunked_attention" of layer 0, expected ',
+        ),
+        (
+            LLAMA | {"model_type": "qwen2_moe", "layer_types": ["sliding_attention"] * 2},
+            "the configuration gives or uses no sliding_window",
+        ),
+        (LLAMA | {"model_type": "llama4_text"}, "'llama4_text' is not supported: it scales "),
+        (LLAMA | {"model_type": "gptj", "rope_theta": 50.0}, "rope_theta = 50.0"),
+        (
+            LLAMA | {"model_type": "gemma3_text", "attn_logit_softcapping": 2.0},
+            "got attn_logit_softcapping = 2.0",
+        ),
         (GEMMA | {"sliding_window": 1e30}, "sliding_window is invalid: got 1e+30, "),
         (GEMMA | {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar is invalid: got -4, "),
         (LLAMA | {"model_type": "granite", "attention_multiplier": 0}, "_multiplier is invalid: "),

@@ -46,7 +46,8 @@ def router(layers: LoadedLayers) -> APIRouter:
         operation_id="list_loaded_layers",
         summary="Lists the layers that requests may name.",
         description="They are those of the checkpoints in the service's settings. A checkpoint "
-        "that could not be loaded has the reason in `problem`.",
+        "that could not be loaded has the reason in `problem`; one that is served in part has "
+        "those of the other layers in `unserved`.",
         openapi_extra=describe(
             {"200": in_json("The layers and the checkpoints.", _list_schema())}
             | problem_responses(500, 503)
@@ -79,6 +80,9 @@ def _encode_list(layers: LoadedLayers) -> bytes:
             "layers": len(checkpoint.layers),
             "bytes": checkpoint.bytes,
             "problem": checkpoint.problem,
+            "unserved": [
+                {"path": path, "problem": problem} for path, problem in checkpoint.unserved.items()
+            ],
         }
         for checkpoint in layers.checkpoints
     ]
@@ -95,6 +99,11 @@ def _list_schema() -> Schema:
             "problem": {
                 "type": ["string", "null"],
                 "description": "The reason why it is not served; null if it is.",
+            },
+            "unserved": list_of(closed({"path": TEXT, "problem": TEXT}))
+            | {
+                "description": "The reasons why some of its layers are not served, by the path of "
+                "the modules around their blocks."
             },
         }
     )
@@ -136,6 +145,8 @@ def _layer_schema() -> Schema:
                     "them unless the request gives others.",
                 },
                 "inputs": list_of(inputs) | {"description": "The values of `layer.input`."},
+                "ignored": list_of(TEXT)
+                | {"description": "Fields of config.json that `ignore` in qkv.toml passes over."},
                 "bytes": COUNT | {"description": "Of its weights."},
             }
         ),

@@ -149,11 +149,10 @@ def _standard(layer: Layer) -> Weights:
 
 
 def _spelled(layer: Layer, writer: Layout, tensors: Weights) -> Weights:
-    """Returns the tensors with the spelling of the source's modules, where the target has them."""
+    """Returns the tensors with the spelling of the source's modules, where the target has it."""
     sent = SentTensors(layer.tensors, "", layer.options.prefix or "", layer.layout.spellings)
-    stems = {s: spelled for s, spelled in sent.stems.items() if s in writer.modules}
-    if writer.name != layer.layout.name and not set(writer.spellings) & set(stems):
-        return tensors
+    own = writer.name == layer.layout.name
+    stems = {s: n for s, n in sent.stems.items() if own or n in writer.spellings.get(s, ())}
     renamed = {}
     for name, array in tensors.items():
         stem = next((s for s in stems if name == s or name.startswith(f"{s}.")), "")

@@ -32,11 +32,13 @@ class LoadedProperties(NamedTuple):
         name: of the layer in requests.
         parameters: of a variant, as the checkpoint's configuration has them.
         norm: in front of the attention; None: there is none, or it is not known.
+        ignored: fields of the checkpoint's configuration that its operator passes over.
     """
 
     name: str
     parameters: Mapping[str, Any]
     norm: InputNorm | None
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from qkv.attention.layers.layer import Layer
-from qkv.attention.layers.layer_weights import ROLES, SINKS, Weights
+from qkv.attention.layers.layer_weights import ROLES, SINKS, Weights, gate_problem
 from qkv.errors import InvalidContent, format_value
 
 __all__ = ["check", "check_numbers"]
@@ -17,6 +17,8 @@ def check(layer: Layer) -> None:
     Raises:
         InvalidContent: they do not, or a matrix is all zeros.
     """
+    if problem := gate_problem(layer.weights):
+        raise layer.error(f"{layer.module_of('query')}: {problem}")
     _check_heads(layer)
     check_numbers(layer, layer.weights)
     H, G = layer.heads

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qkv.attention.layers.layer_weights import ROLES
+from qkv.attention.layers.layer_weights import ROLES, gate_problem
 from qkv.attention.layers.layout_catalogue import Layout, Shapes
 from qkv.attention.layers.sent_tensors import SentTensors
 from qkv.errors import InvalidContent
@@ -57,6 +57,8 @@ def sizes_of(layout: Layout, shapes: Shapes) -> LayerSizes:
         if error.pointer == "/heads":
             return _fused_sizes(layout, shapes)
         return LayerSizes(problem=error.detail)
+    if problem := gate_problem(weights):
+        return LayerSizes(problem=problem)
     widths = {role: int(weights[f"{role}.weight"].shape[1]) for role in ROLES}
     output, sinks = weights.get("output.weight"), weights.get("sinks")
     norm = weights.get("query_norm.weight")

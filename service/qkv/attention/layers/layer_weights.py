@@ -32,6 +32,7 @@ __all__ = [
     "concatenated",
     "fused",
     "fused_tensors",
+    "gate_problem",
     "hollow",
     "linear_tensors",
     "named",
@@ -133,6 +134,22 @@ def fused_tensors(weights: Weights, name: str) -> dict[str, Array]:
     weight_IO, bias_O = concatenated(weights)
     tensors = {f"{name}.weight": weight_IO.T}
     return tensors if bias_O is None else tensors | {f"{name}.bias": bias_O}
+
+
+def gate_problem(weights: Weights) -> str | None:
+    """Returns the problem of a query projection that has a gate beside the query; None: it has not.
+
+    Key and value heads are equally wide, so the output projection takes as many channels as the
+    query has. Twice as many are a query and a gate of the output, as in Qwen3-Next.
+    """
+    query, key, value = (weights[f"{role}.weight"].shape[1] for role in ROLES)
+    output = weights.get("output.weight")
+    if output is None or key != value or query != 2 * len(output):
+        return None
+    return (
+        f"a gate of the output is not supported: got {query} outputs of the query projection, "
+        f"expected {len(output)} as the output projection takes"
+    )
 
 
 def linear_tensors(weights: Weights, **names: str) -> dict[str, Array]:

@@ -59,7 +59,9 @@ class Layout:
         needs_heads: True if it keeps the tensors of a head together, so that other numbers of heads
             would be other weights.
         parent: the name of the module that contains the layer in the layout's models, where it
-            tells the layout from others.
+            tells the layout from others. It belongs to the first of `query_names`.
+        behind: the module that takes the output, by the name of the output projection: a norm of
+            the block, which cannot change the layer.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Layout:
     alibi: bool | Literal["scaled"]
     needs_heads: bool
     parent: str | None
+    behind: Mapping[str, str]
 
     @classmethod
     def from_module(cls, name: str, module: ModuleType) -> Layout:
@@ -89,6 +92,7 @@ class Layout:
             getattr(module, "ALIBI", False),
             getattr(module, "NEEDS_HEADS", False),
             getattr(module, "PARENT", None),
+            getattr(module, "BEHIND", {}),
         )
 
     @property
@@ -137,7 +141,8 @@ class Layout:
         query = next((name for name in self.query_names if name in shapes), None)
         if query is None or len(shapes[query]) != 2:
             return False
-        if self.parent is not None and parent and parent != self.parent:
+        is_first = query == self.query_names[0]
+        if self.parent is not None and is_first and parent and parent != self.parent:
             return False
         hook = getattr(self.module, "recognizes", None)
         return hook is None or bool(hook(shapes))
@@ -215,14 +220,17 @@ def find_layers(shapes: Shapes, only: Layout | None = None) -> list[FoundLayer]:
         shapes: of all tensors, by name.
         only: the layout of the layers, whatever the modules around them are called; None: any.
     """
-    prefixes: dict[str, int] = {}  # with the length of the query's name, the longest that fits
-    queries = tuple(q for layout in known().values() for q in layout.query_names)
-    for name in filter(lambda n: n.endswith(queries), shapes):
-        fits = [query for query in queries if _ends(name, query)]
+    queries = {q: layout for layout in known().values() for q in layout.query_names}
+    below: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name in filter(lambda n: n.endswith(tuple(queries)), shapes):
+        # of "attention.query.weight" and "query.weight", the one with more modules beside it
+        fits = {
+            (_count(shapes, name.removesuffix(query), layout), len(query), query)
+            for query, layout in queries.items()
+            if _ends(name, query)
+        }
         if fits:
-            query = max(fits, key=len)
-            prefixes.setdefault(name.removesuffix(query), len(query))
-    below: dict[str, dict[str, tuple[int, ...]]] = {prefix: {} for prefix in prefixes}
+            below.setdefault(name.removesuffix(max(fits)[2]), {})
     for name, shape in shapes.items():
         # one pass over the names, and each is in one layer: there may be thousands of both
         ends = [end for m in _module_starts().finditer(name) if name[: (end := m.start())] in below]
@@ -264,6 +272,11 @@ def _below(shapes: Shapes, prefix: str) -> Shapes:
 
 def _modules(layout: Layout) -> tuple[str, ...]:
     return (*layout.modules, *(s for others in layout.spellings.values() for s in others))
+
+
+def _count(shapes: Shapes, prefix: str, layout: Layout) -> int:
+    """Returns the number of a layout's modules below a prefix."""
+    return sum(f"{prefix}{module}.weight" in shapes for module in _modules(layout))
 
 
 @cache

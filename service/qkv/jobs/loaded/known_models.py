@@ -12,7 +12,17 @@ from typing import Any, Final, Literal
 
 from qkv.errors import InvalidContent, format_value
 
-__all__ = ["KNOWN", "Config", "KnownModel", "Positions", "has_rope", "has_window", "window_of_neo"]
+__all__ = [
+    "KNOWN",
+    "OWN_SCALES",
+    "UNSUPPORTED",
+    "Config",
+    "KnownModel",
+    "Positions",
+    "has_rope",
+    "has_window",
+    "window_of_neo",
+]
 
 Config = Mapping[str, Any]
 """A configuration: the object of `config.json`, or the part of it that belongs to a layer."""
@@ -34,13 +44,16 @@ class KnownModel:
         base: of the rotary wavelengths, if the configuration has none.
         local_base: the same in layers with a window; None: the same base.
         share: of a head's channels that turn, if the configuration has none.
-        dims: the number of channels that turn, if the configuration has none.
+        dims: the number of channels that turn, if the configuration has none. It has no other
+            numbers of the embedding, whose base is 10,000.
         has_window: tells whether a layer has the window, if the configuration does not; None: all
             have it.
         is_window_optional: the window needs `use_sliding_window`.
         has_rope: tells whether a layer has the rotary embedding; None: all have it.
         norm_offset: added to the weights of its norms.
         layout: of its attention, where names and shapes fit several.
+        has_both_sides: it may see later keys, by `use_bidirectional_attention`.
+        has_softcap: its scores have the cap of the configuration.
     """
 
     positions: Positions
@@ -55,6 +68,8 @@ class KnownModel:
     has_rope: _OfLayer | None = None
     norm_offset: Literal[0, 1] = 0
     layout: str | None = None
+    has_both_sides: bool = False
+    has_softcap: bool = False
 
 
 def has_window(config: Config, known: KnownModel, index: int | None) -> bool:
@@ -64,15 +79,34 @@ def has_window(config: Config, known: KnownModel, index: int | None) -> bool:
         config: of the model.
         known: of its type.
         index: the number of the layer; None: its name has none.
+
+    Raises:
+        InvalidContent: the configuration contradicts itself, or the layer is of another kind.
     """
-    if known.is_window_optional and config.get("use_sliding_window") is not True:
-        return False
-    if config.get("use_sliding_window") is False:
-        return False
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and index is not None and index < len(kinds):
-        return bool(kinds[index] == "sliding_attention")
+    switch = config.get("use_sliding_window")
+    is_off = switch is False or (known.is_window_optional and switch is not True)
+    kind = _kind(config, index)
+    if kind == "sliding_attention" and (is_off or config.get("sliding_window") is None):
+        raise InvalidContent(
+            f"config.json: layer_types is invalid: got {kind!r} of layer {index}, expected "
+            "'full_attention' where the configuration gives or uses no sliding_window"
+        )
+    if is_off or kind is not None:
+        return kind == "sliding_attention"
     return known.has_window is None or (index is not None and known.has_window(config, index))
+
+
+def _kind(config: Config, index: int | None) -> str | None:
+    """Returns the kind of a layer in `layer_types`; None if it is not there."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or index is None or index >= len(kinds):
+        return None
+    if kinds[index] not in ("full_attention", "sliding_attention"):
+        raise InvalidContent(
+            f"config.json: layer_types is invalid: got {format_value(kinds[index])} of layer "
+            f"{index}, expected 'full_attention' or 'sliding_attention'"
+        )
+    return str(kinds[index])
 
 
 def has_rope(config: Config, known: KnownModel, index: int | None) -> bool:
@@ -154,7 +188,9 @@ _DECODER: Final = KnownModel("none", causal=True)
 _ROTARY: Final = KnownModel("rotary", causal=True)
 _INTERLEAVED: Final = replace(_ROTARY, order="interleaved")
 _GEMMA: Final = replace(_ROTARY, norm_offset=1)
-_GEMMA3: Final = replace(_GEMMA, base=1e6, local_base=1e4, has_window=_all_but_each(6))
+_GEMMA3: Final = replace(
+    _GEMMA, base=1e6, local_base=1e4, has_window=_all_but_each(6), has_both_sides=True
+)
 _QWEN: Final = replace(_ROTARY, is_window_optional=True)
 _SMOLLM: Final = replace(
     _QWEN,
@@ -164,12 +200,13 @@ _SMOLLM: Final = replace(
 )
 _COHERE2: Final = replace(_INTERLEAVED, has_window=_all_but_each(4))
 _ENCODERS: Final = (
-    "albert bert camembert clip_vision_model deit distilbert electra roberta vit xlm_roberta"
+    "albert bert camembert clip_vision_model deit distilbert electra roberta vit xlm-roberta"
 )
 
 KNOWN: Final[Mapping[str, KnownModel]] = {
     **dict.fromkeys(_ENCODERS.split(), _ENCODER),
-    **dict.fromkeys(("clip_text_model", "gpt2", "gpt_bigcode", "gpt_neo", "opt"), _DECODER),
+    **dict.fromkeys(("clip_text_model", "gpt2", "gpt_neo", "opt"), _DECODER),
+    "gpt_bigcode": replace(_DECODER, layout="falcon"),
     "bloom": KnownModel("alibi", causal=True, layout="bloom"),
     "falcon": replace(_ROTARY, layout="falcon"),
     **dict.fromkeys(("granite", "llama", "mistral", "olmo", "olmo2", "phi3"), _ROTARY),
@@ -182,7 +219,7 @@ KNOWN: Final[Mapping[str, KnownModel]] = {
     "qwen2_moe": replace(_QWEN, has_window=_is_early),
     "qwen3_moe": _QWEN,
     "gemma": _GEMMA,
-    "gemma2": replace(_GEMMA, has_window=_all_but_each(2)),
+    "gemma2": replace(_GEMMA, has_window=_all_but_each(2), has_softcap=True),
     **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA3),
     "gpt_oss": replace(_ROTARY, base=150000, has_window=_all_but_each(2)),
     "smollm3": _SMOLLM,
@@ -190,7 +227,36 @@ KNOWN: Final[Mapping[str, KnownModel]] = {
     "cohere2": replace(_COHERE2, has_rope=_has_rope_in_cohere),
     **dict.fromkeys(("glm", "glm4"), replace(_INTERLEAVED, share=0.5)),
     **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), replace(_INTERLEAVED, base=500000)),
+    "codegen": replace(_INTERLEAVED, dims=64, layout="codegen"),
     "gptj": replace(_INTERLEAVED, dims=64),
     "whisper": _ENCODER,
 }
 """The known types by `model_type`."""
+
+_IMAGE_POSITIONS: Final = "its rotary positions are those of images, with two axes"
+_BARE_NORMS: Final = "it normalises {} without weights"
+
+UNSUPPORTED: Final[Mapping[str, str]] = {
+    "autoformer": "it correlates series in place of tokens",
+    "bros": "it adds positions of boxes to the scores",
+    **dict.fromkeys(
+        ("dinov3_vit", "llama4_vision_model", "mlcd_vision_model", "pixtral"), _IMAGE_POSITIONS
+    ),
+    **dict.fromkeys(
+        ("embedding_gemma2_text", "gemma4_text", "gemma4_unified_text"),
+        _BARE_NORMS.format("values"),
+    ),
+    "florence_vision": "it attends over channels",
+    **dict.fromkeys(
+        ("grounding-dino", "mm-grounding-dino"), "special tokens divide its text into parts"
+    ),
+    "llama4_text": "it scales queries by their position, and normalises them without weights",
+    **dict.fromkeys(("mra", "yoso"), "it approximates the softmax"),
+    "nanochat": _BARE_NORMS.format("queries and keys"),
+    "pegasus_x": "it attends within blocks and to global tokens",
+    "t5gemma2_decoder": "it attends to its own tokens and to those of the encoder at once",
+}
+"""Types whose attention no layer holds, with the reason, where no tensor shows it."""
+
+OWN_SCALES: Final = ("dia_encoder", "dia_decoder")
+"""Types whose scores have a scale that the configuration does not give."""

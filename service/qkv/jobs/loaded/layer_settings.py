@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -16,9 +16,12 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import pydantic
 
 from qkv.attention import catalogue
+from qkv.attention.layers import layout_catalogue
+from qkv.attention.layers.head_counts import head_counts
 from qkv.attention.layers.input_norm import InputNorm
 from qkv.attention.layers.layer_options import NESTED_FIELDS, LayerOptions
-from qkv.attention.layers.layout_catalogue import Layout
+from qkv.attention.layers.layer_sizes import LayerSizes, sizes_of
+from qkv.attention.layers.layout_catalogue import Layout, Shapes
 from qkv.attention.layers.qk_norm import QKNorm
 from qkv.errors import InvalidContent, format_value
 from qkv.jobs.fields import field_error
@@ -26,7 +29,7 @@ from qkv.jobs.loaded.model_config import LayerConfig, read_config
 from qkv.wire.checkpoint.checkpoint import read_document
 from qkv.wire.plain_json import load_names
 
-__all__ = ["LayerSettings", "ModelFiles", "NormFields"]
+__all__ = ["LayerSettings", "MissingLines", "ModelFiles", "NormFields"]
 
 _MAX_CONFIG: Final = 16 << 20  # bytes of config.json
 _MAX_TOML: Final = 256 << 10  # bytes of the file beside it: a line for each of 4,096 layers
@@ -37,9 +40,13 @@ _LONG_KEY: Final = re.compile(
 )
 _PARAMETERS: Final = ("causal", "scale", "softcap", "window")
 _POSITIONS: Final = {"rope": "rotary", "alibi": "alibi"}
+_NO_CONFIG: Final = "there is no config.json"
 _OF_REQUESTS: Final = ("input", "prefix")  # fields of a layer that the file does not have
-_EXAMPLES: Final = {
+_LINES: Final = {
     "positions": 'positions = "none", rope = {base = 10000.0} or alibi = true',
+    "causal": "causal = true or causal = false",
+    "rope": "rope = {base = 10000.0}",
+    "qk_norm": "qk_norm = {eps = 1e-6} or qk_norm = {eps = 1e-6, offset = 1}",
     "window": "window = [4095, 0] or window = false",
     "softcap": "softcap = 50.0 or softcap = false",
     "scale": "scale = 0.125 or scale = false",
@@ -65,6 +72,7 @@ class _FileFields(LayerOptions):
     causal: bool | None = None
     scale: Annotated[float, pydantic.Field(gt=0, le=1e6)] | Literal[False] | None = None
     input_norm: NormFields | None = None
+    ignore: list[str] | None = None
 
 
 class LayerSettings(NamedTuple):
@@ -75,12 +83,40 @@ class LayerSettings(NamedTuple):
         parameters: of a variant.
         norm: in front of the attention; None: not known.
         norm_module: the name of its module beside the attention; None: a usual one.
+        ignored: fields of the configuration that the operator's file passes over.
     """
 
     options: LayerOptions
     parameters: Mapping[str, Any]
     norm: InputNorm | None
     norm_module: str | None
+    ignored: tuple[str, ...]
+
+
+class MissingLines(InvalidContent):
+    """Lines of the operator's file that are missing for a layer.
+
+    Args:
+        lines: an example of each line, by the name of its field.
+        reasons: why they are needed.
+        path: of the file.
+    """
+
+    def __init__(self, lines: Mapping[str, str], reasons: Sequence[str], path: Path) -> None:
+        self.lines, self.reasons, self.path = dict(lines), list(dict.fromkeys(reasons)), path
+        super().__init__(self.text(""))
+
+    def __or__(self, other: MissingLines) -> MissingLines:
+        """Returns the lines of both layers."""
+        return MissingLines(self.lines | other.lines, self.reasons + other.reasons, self.path)
+
+    def text(self, table: str) -> str:
+        """Returns the reasons and the lines, for a table of layers; "": for all layers."""
+        where = f' below [layers."{table}"]' if table else ""
+        return (
+            f"{'; '.join(self.reasons)}; write{where} into {self.path}: "
+            f"{'; '.join(self.lines.values())}"
+        )
 
 
 class ModelFiles:
@@ -103,12 +139,17 @@ class ModelFiles:
         if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
             raise InvalidContent(f"{self._toml_path}: layers is wrong: expected tables of layers")
         self._tables: dict[str, dict[str, Any]] = tables
+        for fields in (self._toml, *tables.values()):
+            self._validated(fields)
         self._unused = {f'[layers."{name}"]': "the beginning of a block's path" for name in tables}
+        for fields in (self._toml, *tables.values()):
+            for name in fields.get("ignore", ()):
+                self._unused[_ignore(name)] = "a field of config.json"
         if "positions" in self._toml:
             self._unused["positions"] = "a table of layers, because config.json gives those of all"
 
     def settings_of(
-        self, block: str, path: str, layouts: Mapping[str, Layout], width: int | None
+        self, block: str, path: str, layouts: Mapping[str, Layout], shapes: Shapes
     ) -> LayerSettings:
         """Returns what the files say about a layer.
 
@@ -116,29 +157,26 @@ class ModelFiles:
             block: the path of its block, or `path` if the block has several layers.
             path: of its attention.
             layouts: that its names and shapes fit.
-            width: of its embeddings; None: not known.
+            shapes: of its tensors, by name without the prefix.
 
         Raises:
-            InvalidContent: the files are wrong, or leave something open.
+            MissingLines: the files leave something open.
+            InvalidContent: they are wrong.
         """
-        config = LayerConfig()
+        sizes = sizes_of(next(iter(layouts.values())), shapes)
+        if len(layouts) == 1 and sizes.problem:
+            raise InvalidContent(sizes.problem)
+        config = LayerConfig(asks=self._asks_without_config(layouts))
         if self._config is not None:
-            config = read_config(self._config, path, width)
+            config = read_config(self._config, path, sizes.hidden_width, self._ignored(block))
+            for name in config.ignored:
+                self._unused.pop(_ignore(name), None)
         file_fields = self._fields_of(block, config)
-        given = file_fields.model_dump(exclude_unset=True)
-        layout = self._layout(block, layouts, file_fields, config)
-        self._check_known(block, given, config, layout)
-        names = LayerOptions.model_fields.keys() - _PARAMETERS
-        fields = dict(config.fields) | {n: value for n, value in given.items() if n in names}
-        positions = file_fields.positions or config.positions
-        if file_fields.positions is not None:
-            fields = {n: v for n, v in fields.items() if _POSITIONS.get(n, positions) == positions}
-        elif file_fields.alibi:
-            fields.pop("rope", None)
-        if positions == "alibi" and "alibi" not in given:
-            fields["alibi"] = layout.alibi or True
-        if file_fields.positions == "rotary" and "rope" not in fields:
-            raise self._ask(block, "the rotary embedding is not known", "rope = {base = 10000.0}")
+        given = {n: v for n, v in file_fields.model_dump(exclude_unset=True).items() if v != "auto"}
+        layout = _layout_of(layouts, file_fields, config)
+        self._check_known(given, config, [layout.name] if layout else list(layouts), sizes)
+        assert layout is not None
+        fields = _options(given, file_fields, config, layout)
         parameters = dict(config.parameters)
         parameters |= {name: given[name] for name in _PARAMETERS if name in given}
         parameters = {name: value for name, value in parameters.items() if value is not False}
@@ -149,7 +187,7 @@ class ModelFiles:
         except pydantic.ValidationError as error:
             problem = field_error(error, list(LayerOptions.model_fields), nested=NESTED_FIELDS)
             raise InvalidContent(f"config.json: {problem.detail}") from None
-        return LayerSettings(options, parameters, norm, module)
+        return LayerSettings(options, parameters, norm, module, config.ignored)
 
     def check_all_used(self) -> None:
         """Checks that the operator's file says nothing that belongs to no layer.
@@ -173,10 +211,29 @@ class ModelFiles:
             self._unused.pop("positions", None)
         else:
             fields.pop("positions", None)
-        for name in accumulate(block.split("."), "{}.{}".format):
-            if name in self._tables:
-                fields |= self._tables[name]
-                self._unused.pop(f'[layers."{name}"]', None)
+        for name in self._tables_of(block):
+            fields |= self._tables[name]
+            self._unused.pop(f'[layers."{name}"]', None)
+        return self._validated(fields)
+
+    def _ignored(self, block: str) -> tuple[str, ...]:
+        """Returns the fields of the configuration that the operator's file passes over."""
+        fields = dict(self._toml)
+        for name in self._tables_of(block):
+            fields |= self._tables[name]
+        return tuple(fields.get("ignore", ()))
+
+    def _tables_of(self, block: str) -> list[str]:
+        """Returns the names of the tables of a block, the later ones before the earlier ones."""
+        names = accumulate(block.split("."), "{}.{}".format)
+        return [name for name in names if name in self._tables]
+
+    def _validated(self, fields: Mapping[str, Any]) -> _FileFields:
+        """Returns fields of the operator's file.
+
+        Raises:
+            InvalidContent: one is unknown or wrong.
+        """
         known = [name for name in _FileFields.model_fields if name not in _OF_REQUESTS]
         for name in _OF_REQUESTS:
             if name in fields:
@@ -189,52 +246,77 @@ class ModelFiles:
             problem = field_error(error, known, nested=NESTED_FIELDS)
             raise InvalidContent(f"{self._toml_path}: {problem.detail}") from None
 
-    def _layout(
-        self,
-        block: str,
-        layouts: Mapping[str, Layout],
-        file_fields: _FileFields,
-        config: LayerConfig,
-    ) -> Layout:
-        named = file_fields.layout if file_fields.layout != "auto" else config.layout
-        if named is not None and named in layouts:
-            return layouts[named]
-        if len(layouts) == 1 and file_fields.layout == "auto":
-            return next(iter(layouts.values()))
-        raise self._ask(
-            block,
-            f"names and shapes fit {', '.join(layouts)}",
-            f'layout = "{next(iter(layouts))}"',
-        )
+    def _asks_without_config(self, layouts: Mapping[str, Layout]) -> dict[str, str]:
+        """Returns what is open where there is no configuration."""
+        has_positions = any(layout.rotary_order or layout.alibi for layout in layouts.values())
+        return dict.fromkeys(("causal", "positions") if has_positions else ("causal",), _NO_CONFIG)
 
     def _check_known(
-        self, block: str, given: Mapping[str, Any], config: LayerConfig, layout: Layout
+        self,
+        given: Mapping[str, Any],
+        config: LayerConfig,
+        layouts: Sequence[str],
+        sizes: LayerSizes,
     ) -> None:
-        """Raises an error that asks for what neither file says."""
-        if config.fields.get("heads") is None and "heads" not in given:
-            whose = "there is no config.json" if self._config is None else "config.json has none"
-            raise self._ask(
-                block, f"the number of heads is not known, because {whose}", "heads = 12"
-            )
-        asks = dict(config.asks)
-        if self._config is None and (layout.rotary_order or layout.alibi):
-            asks["positions"] = "the positions are not known, because there is no config.json"
+        """Raises an error that asks for all that neither file says."""
+        asks, lines = dict[str, str](), dict(_LINES)
+        if len(layouts) > 1:
+            asks["layout"] = f"names and shapes fit {', '.join(layouts)}"
+            lines["layout"] = f'layout = "{layouts[0]}"'
+        if config.fields.get("heads") is None:
+            has_config = self._config is not None
+            asks["heads"] = "config.json has no number of heads" if has_config else _NO_CONFIG
+            counts = head_counts(layout_catalogue.known()[layouts[0]], sizes)
+            lines["heads"] = f"heads = {counts[0].heads if counts else 1}"
+        asks |= config.asks
+        if sizes.norms and config.asks:
+            asks["qk_norm"] = "the numbers of the norms of queries and keys are not known"
         if {"rope", "alibi"} & given.keys():
             asks.pop("positions", None)
-        for field, reason in asks.items():
-            if field not in given:
-                raise self._ask(block, reason, _EXAMPLES[field])
+        if given.get("positions") == "rotary" and not {"rope"} & {*given, *config.fields}:
+            asks["rope"] = "the rotary embedding is not known"
+        missing = [field for field in asks if field not in given]
+        if missing:
+            raise MissingLines(
+                {field: lines[field] for field in missing},
+                [asks[field] for field in missing],
+                self._toml_path,
+            )
 
-    def _ask(self, block: str, reason: str, example: str) -> InvalidContent:
-        # the fields of a block without a name are those of all layers
-        table = f' below [layers."{_without_number(block)}"]' if block else ""
-        return InvalidContent(f"{reason}; write {example}{table} into {self._toml_path}")
+
+def _ignore(name: str) -> str:
+    return f'ignore = ["{name}"]'
 
 
-def _without_number(block: str) -> str:
-    """Returns the part of the path of a block that the blocks beside it have too."""
-    numbered = re.fullmatch(r"(.+)\.[0-9]+(\..*)?", block)
-    return block if numbered is None else numbered[1]
+def _layout_of(
+    layouts: Mapping[str, Layout], file_fields: _FileFields, config: LayerConfig
+) -> Layout | None:
+    """Returns the layout of a layer; None: several fit, and neither file names one.
+
+    Raises:
+        InvalidContent: the operator's file names a layout that does not exist.
+    """
+    if file_fields.layout != "auto":
+        return layout_catalogue.find(file_fields.layout, "/layout")
+    if config.layout is not None:  # names and shapes may fit another one only, as GPT-BigCode's
+        return layout_catalogue.known()[config.layout]
+    return next(iter(layouts.values())) if len(layouts) == 1 else None
+
+
+def _options(
+    given: Mapping[str, Any], file_fields: _FileFields, config: LayerConfig, layout: Layout
+) -> dict[str, Any]:
+    """Returns the fields of a layer: those of the operator's file, else of the configuration."""
+    names = LayerOptions.model_fields.keys() - _PARAMETERS
+    fields = dict(config.fields) | {n: value for n, value in given.items() if n in names}
+    positions = file_fields.positions or config.positions
+    if file_fields.positions is not None:
+        fields = {n: v for n, v in fields.items() if _POSITIONS.get(n, positions) == positions}
+    elif file_fields.alibi:
+        fields.pop("rope", None)
+    if positions == "alibi" and "alibi" not in given:
+        fields["alibi"] = layout.alibi or True
+    return fields
 
 
 def _norm_of(config: LayerConfig, file_fields: _FileFields) -> tuple[InputNorm | None, str | None]:

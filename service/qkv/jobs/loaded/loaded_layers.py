@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from qkv.attention.layers.layer import Layer
@@ -22,11 +22,14 @@ class LoadedCheckpoint:
         name: in the settings.
         layers: by their whole names; none if there is a problem.
         problem: the reason why it is not served; None: it is.
+        unserved: the reason why layers are not served beside others that are, by the path of the
+            modules around their blocks.
     """
 
     name: str
     layers: Mapping[str, Layer]
     problem: str | None = None
+    unserved: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -103,6 +106,7 @@ class LoadedLayers:
             **options,
             "parameters": dict(layer.loaded.parameters),
             "inputs": ["attention", *(["residual"] if layer.loaded.norm is not None else [])],
+            "ignored": list(layer.loaded.ignored),
             "bytes": layer.nbytes,
         }
 

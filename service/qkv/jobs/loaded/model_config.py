@@ -5,15 +5,19 @@ The names are those of configurations of transformers.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 from qkv.attention.layers.input_norm import InputNorm
 from qkv.attention.layers.qk_norm import QKNorm
 from qkv.errors import InvalidContent, format_value
+from qkv.jobs.loaded.config_fields import ReadFields, check_fields
 from qkv.jobs.loaded.known_models import (
     KNOWN,
+    OWN_SCALES,
+    UNSUPPORTED,
     Config,
     KnownModel,
     Positions,
@@ -21,6 +25,7 @@ from qkv.jobs.loaded.known_models import (
     has_window,
     window_of_neo,
 )
+from qkv.jobs.loaded.model_parts import part_of
 
 __all__ = ["LayerConfig", "read_config"]
 
@@ -42,10 +47,12 @@ _SCALINGS: Final = {
     ),
 }
 _INTEGERS: Final = ("original_max_position_embeddings", "truncate")
-_CHANGES_SCORES: Final = {  # fields of configurations, by the parameter that they may give
-    "window": ("sliding_window",),
-    "softcap": ("attn_logit_softcapping",),
-    "scale": ("query_pre_attn_scalar", "attention_multiplier"),
+_MAY_MATTER: Final = {  # parts of the names of fields of unknown types, by what they may give
+    "positions": "rope|rotary|alibi|relative|position_embedding_type",
+    "window": "window|attention_chunk|chunk_size|local_att|layer_types|attention_types",
+    "softcap": "soft_?cap|logits?_cap",
+    "scale": "temperature|mscale|query_pre_attn|attention_multiplier|scale_(attn|qk)|"
+    "(attn|attention|softmax|qk|query).*scal",
 }
 _CROSS: Final = "crossattention|encoder_attn"  # modules whose keys come from the encoder
 _RMS_EPS: Final = ("rms_norm_eps",)
@@ -64,7 +71,9 @@ class LayerConfig(NamedTuple):
         positions: of the attention; None: not known.
         layout: of the tensors, where names and shapes fit several; None: not known.
         norm: of the model; None: not known.
-        asks: what a configuration of an unknown type leaves open, by the name of a field.
+        ignored: names of its fields that were passed over.
+        asks: what a configuration leaves open, with the reason, by the name of a field of the
+            operator's file.
     """
 
     fields: Mapping[str, Any] = {}
@@ -72,22 +81,32 @@ class LayerConfig(NamedTuple):
     positions: Positions | None = None
     layout: str | None = None
     norm: InputNorm | None = None
+    ignored: tuple[str, ...] = ()
     asks: Mapping[str, str] = {}
 
 
-def read_config(document: Config, path: str, width: int | None) -> LayerConfig:
+def read_config(
+    document: Config, path: str, width: int | None, ignored: Collection[str] = ()
+) -> LayerConfig:
     """Returns what a configuration says about the layer at a path of its model.
 
     Args:
         document: of `config.json`.
         path: of the attention, such as "model.layers.3.self_attn".
         width: of its embeddings; None: not known.
+        ignored: names of fields that are passed over.
 
     Raises:
         InvalidContent: the model changes its scores in a way that no layer holds, a number is out
-            of range, or the configuration is that of another model.
+            of range, a field of a known type is not known, or the configuration is that of another
+            model.
     """
-    config, model_type = _part_of(document, path)
+    part, model_type = part_of(document, path)
+    for name in (model_type, str(document.get("model_type"))):
+        if name in UNSUPPORTED:
+            raise InvalidContent(f"the model type {name!r} is not supported: {UNSUPPORTED[name]}")
+    passed = tuple(name for name in ignored if name in part)
+    config = ReadFields({name: value for name, value in part.items() if name not in passed})
     _check_width(config, width)
     if isinstance(config.get("clip_qkv"), int | float):
         raise InvalidContent("clip_qkv is not supported: queries, keys and values are clipped")
@@ -98,7 +117,7 @@ def read_config(document: Config, path: str, width: int | None) -> LayerConfig:
     if (kv_heads := _key_heads(config, model_type)) is not None:
         fields["kv_heads"] = kv_heads
     if known is None:
-        return LayerConfig(fields, asks=_asks(config, model_type))
+        return LayerConfig(fields, ignored=passed, asks=_asks(config, model_type))
     norm = _norm(config, known)
     if norm is not None:
         fields["qk_norm"] = norm.numbers
@@ -108,29 +127,33 @@ def read_config(document: Config, path: str, width: int | None) -> LayerConfig:
     parameters = _parameters(config, model_type, known, index, path)
     if (scale := _scale(config, model_type, index, heads)) is not None:
         parameters["scale"] = scale
-    return LayerConfig(fields, parameters, positions, known.layout, norm)
+    check_fields(config, model_type)
+    return LayerConfig(fields, parameters, positions, known.layout, norm, passed)
 
 
 def _asks(config: Config, model_type: str) -> dict[str, str]:
     """Returns what the configuration of an unknown model leaves open, with the reason."""
-    whose = f"of the model type {model_type!r:.60}" if model_type else "of the model"
-    asks = {"positions": f"the positions {whose} are not known"}
-    for field, names in _CHANGES_SCORES.items():
-        for name in names:
-            if config.get(name) not in (None, False):
-                asks[field] = f"config.json has {name}, and its use {whose} is not known"
+    whose = f"the model type {model_type!r:.60} is not known"
+    if not model_type:
+        whose = "config.json has no part that is known to be of these layers"
+        whose = whose if not config else "config.json has no model type"
+    asks = dict.fromkeys(("causal", "positions"), whose)
+    if model_type in OWN_SCALES:
+        asks["scale"] = whose
+    # a layer that belongs to no part may have what one of them says
+    parts = [part for part in config.values() if isinstance(part, dict) and "model_type" in part]
+    said = [n for every in (config, *parts) for n, value in every.items() if _says(value)]
+    for field, pattern in _MAY_MATTER.items():
+        if names := list(dict.fromkeys(n for n in said if re.search(pattern, n))):
+            asks[field] = f"config.json has {', '.join(names)}"
     return asks
 
 
-def _part_of(document: Config, path: str) -> tuple[Config, str]:
-    """Returns the part of a configuration that a layer belongs to, and the type of the model."""
-    names = ("text_config",)
-    if re.search(r"vision|visual|image", path):
-        names = ("vision_config",)
-    parts = [document[name] for name in names if isinstance(document.get(name), dict)]
-    config = parts[0] if parts else document
-    model_type = config.get("model_type") or document.get("model_type") or ""
-    return config, str(model_type)
+def _says(value: object) -> bool:
+    """Returns True if a field says more than that a model lacks something."""
+    if isinstance(value, list):
+        return set(map(str, value)) - {"full_attention", "attention", "global"} != set()
+    return bool(value)
 
 
 def _check_width(config: Config, width: int | None) -> None:
@@ -155,7 +178,8 @@ def _heads(config: Config, path: str) -> int | None:
 
 
 def _key_heads(config: Config, model_type: str) -> int | None:
-    if model_type == "falcon" and not config.get("new_decoder_architecture"):
+    is_old_falcon = model_type == "falcon" and not config.get("new_decoder_architecture")
+    if is_old_falcon or model_type == "gpt_bigcode":
         return None if config.get("multi_query") is False else 1
     return _integer(config, "num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
@@ -176,24 +200,38 @@ def _norm(config: Config, known: KnownModel) -> InputNorm | None:
 
 
 def _rope(
-    config: Config, known: KnownModel, index: int | None, heads: int | None
+    config: ReadFields, known: KnownModel, index: int | None, heads: int | None
 ) -> dict[str, Any]:
     """Returns the field `rope` of a layer."""
+    if known.dims is not None:
+        dims = _integer(config, "rotary_dim")
+        return {"order": known.order, "dims": known.dims if dims is None else dims}
     is_local = known.local_base is not None and has_window(config, known, index)
     scaling = _scaling(config, index, is_local)
-    every = {**config}
+    every = config
     if is_local:
-        every["rope_theta"] = config.get("rope_local_base_freq", known.local_base)
-    every |= scaling
+        every = every | {"rope_theta": config.get("rope_local_base_freq", known.local_base)}
+    every = every | scaling
     rope: dict[str, Any] = {} if known.order is None else {"order": known.order}
     base = _number(every, "rope_theta", "rotary_emb_base")
     if (base := known.base if base is None else base) is not None:
         rope["base"] = float(base)
     if (dims := _turning_channels(every, known, heads)) is not None:
         rope["dims"] = dims
+    if (numbers := _numbers_of_scaling(config, scaling)) is not None:
+        rope["scaling"] = numbers
+    return rope
+
+
+def _numbers_of_scaling(config: Config, scaling: Config) -> dict[str, Any] | None:
+    """Returns the field `rope.scaling` of a layer; None: its frequencies are not scaled.
+
+    Raises:
+        InvalidContent: the kind of scaling is not supported.
+    """
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
-        return rope
+        return None
     if kind not in _SCALINGS:
         raise InvalidContent(
             f"the scaling of the rotary embedding is not supported: got {kind!r:.60}, expected "
@@ -201,23 +239,39 @@ def _rope(
         )
     given = {n: scaling[n] for n in _SCALINGS[kind] if scaling.get(n) is not None}
     numbers = {n: v if n in _INTEGERS else _number(given, n) for n, v in given.items()}
-    if kind == "yarn" and "original_max_position_embeddings" not in numbers:
-        numbers["original_max_position_embeddings"] = config.get("max_position_embeddings", 8192)
-    return rope | {"scaling": {"rope_type": kind} | numbers}
+    if kind == "linear":
+        return {"rope_type": kind} | numbers
+    of_model = _integer(config, "original_max_position_embeddings")
+    length = of_model or _integer(scaling, "original_max_position_embeddings")
+    longest = _integer(config, "max_position_embeddings") or 8192
+    numbers["original_max_position_embeddings"] = length = length or longest
+    if kind == "yarn":
+        factor = numbers.setdefault("factor", longest / length)
+        scales = [_number(scaling, name) for name in ("mscale", "mscale_all_dim")]
+        if factor and all(scales) and "attention_factor" not in numbers:
+            first, second = (_amplitude(factor, scale or 1.0) for scale in scales)
+            numbers["attention_factor"] = first / second
+    return {"rope_type": kind} | numbers
 
 
-def _scaling(config: Config, index: int | None, is_local: bool) -> dict[str, Any]:
+def _amplitude(factor: float, scale: float) -> float:
+    """Returns YaRN's factor of the rotated channels."""
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _scaling(config: Config, index: int | None, is_local: bool) -> Config:
     """Returns the numbers of the rotary embedding that a configuration keeps in an object."""
-    kinds = config.get("rope_parameters")
+    old = config.get("rope_scaling")  # before transformers 5, which still prefers it
+    kinds = None if isinstance(old, dict) and old else config.get("rope_parameters")
     types = config.get("layer_types")
     kind = "full_attention"
     if isinstance(types, list) and index is not None and index < len(types):
         kind = types[index]
     if isinstance(kinds, dict):
         found = kinds.get("sliding_attention" if is_local else kind, kinds)
-    else:  # before transformers 5, the scaling was that of the layers without a window
-        found = None if is_local else config.get("rope_scaling")
-    return dict(found) if isinstance(found, dict) else {}
+    else:  # the old scaling was that of the layers without a window
+        found = None if is_local else old
+    return found if isinstance(found, dict) else {}
 
 
 def _turning_channels(config: Config, known: KnownModel, heads: int | None) -> int | None:
@@ -227,8 +281,7 @@ def _turning_channels(config: Config, known: KnownModel, heads: int | None) -> i
     if share is not None and share < 1 and heads:
         width = _number(config, "head_dim") or (_number(config, "hidden_size") or 0) / heads
         return 2 * int(share * width / 2) or None
-    dims = _integer(config, "rotary_dim")
-    return known.dims if dims is None else dims
+    return None
 
 
 def _parameters(
@@ -236,24 +289,37 @@ def _parameters(
 ) -> dict[str, Any]:
     """Returns the parameters of a variant that the model's attention has."""
     parameters: dict[str, Any] = {}
-    architectures = config.get("architectures")
-    names = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
+    sees_later = known.has_both_sides and config.get("use_bidirectional_attention") is True
     is_decoder = known.causal or config.get("is_decoder") is True
     if model_type == "whisper":
         is_decoder = "decoder." in path
-    is_decoder = is_decoder or re.search(r"CausalLM|LMHead", names) is not None
-    if is_decoder and not re.search(_CROSS, path):
+    is_whole = config.get("is_causal") is False and model_type != "gpt_neo"  # its mask is its own
+    if is_decoder and not is_whole and not sees_later and not re.search(_CROSS, path):
         parameters["causal"] = True
-    length = _integer(config, "sliding_window")
-    if model_type == "gpt_neo":
-        length = window_of_neo(config, index)
-    elif length is not None and not has_window(config, known, index):
-        length = None
-    if length is not None:
-        parameters["window"] = [length - 1, 0 if "causal" in parameters else length - 1]
-    if softcap := _number(config, "attn_logit_softcapping"):
+    if (length := _window(config, model_type, known, index)) is not None:
+        # masks of both sides have one more key, except those of Gemma 3 itself, which halve it
+        length = length // 2 + 1 if sees_later else length
+        left = length if is_whole else length - 1
+        parameters["window"] = [left, 0 if "causal" in parameters else left]
+    if known.has_softcap and (softcap := _number(config, "attn_logit_softcapping")):
         parameters["softcap"] = float(softcap)
     return parameters
+
+
+def _window(config: Config, model_type: str, known: KnownModel, index: int | None) -> int | None:
+    """Returns the number of keys in the window of a layer; None: it has none.
+
+    Raises:
+        InvalidContent: it has no key.
+    """
+    if model_type == "gpt_neo":
+        return window_of_neo(config, index)
+    length = _integer(config, "sliding_window")
+    if not has_window(config, known, index) or length is None:
+        return None
+    if length == 0:
+        raise InvalidContent("config.json: sliding_window is invalid: got 0, expected 1 or more")
+    return length
 
 
 def _scale(config: Config, model_type: str, index: int | None, heads: int | None) -> float | None:

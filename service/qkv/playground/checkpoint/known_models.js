@@ -14,7 +14,7 @@ const slidesLate = (model, index) => index >= (model.max_window_layers ?? 28);
 const slidesEarly = (model, index) => index % 2 === 0 && !slidesLate(model, index);
 
 const KNOWN = {
-  ...sameFor("albert bert camembert deit distilbert electra roberta vit xlm_roberta", NONE),
+  ...sameFor("albert bert camembert deit distilbert electra roberta vit xlm-roberta", NONE),
   ...sameFor("gpt2 gpt_bigcode gpt_neo opt", { ...NONE, causal: true }),
   bloom: { positions: "alibi", causal: true },
   ...sameFor("falcon gemma granite llama mistral olmo olmo2 phi3 starcoder2", ROTARY),

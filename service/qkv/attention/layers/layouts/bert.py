@@ -1,7 +1,8 @@
 """Layout bert: self.query, self.key, self.value and output.dense, each an nn.Linear.
 
 Source: transformers, models/bert/modeling_bert.py, BertAttention. Its ViT spells `self` as
-`attention`. Without the output projection, the names may begin with query, key and value.
+`attention`. Its ALBERT has query, key, value and dense. Without the output projection, the names
+may begin with query, key and value.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
 MODULES = ("self.query", "self.key", "self.value", "output.dense")
 QUERY = ("self.query.weight", "attention.query.weight", "query.weight")
-SPELLINGS = {f"self.{role}": (f"attention.{role}", role) for role in ("query", "key", "value")}
+SPELLINGS = {
+    **{f"self.{role}": (f"attention.{role}", role) for role in ("query", "key", "value")},
+    "output.dense": ("dense",),
+}
+BEHIND = {"output.dense": "output.LayerNorm", "dense": "LayerNorm"}
 
 
 def read(sent: SentTensors) -> Weights:

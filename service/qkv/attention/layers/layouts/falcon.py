@@ -2,6 +2,8 @@
 
 Source: transformers, models/falcon/modeling_falcon.py, FalconAttention. Its three forms are one:
 (G, H / G + 2, D) rows, with G = H (Falcon-RW), G = 1 (multi-query) or in between (new decoder).
+GPT-BigCode has the same rows as c_attn: G = 1 (StarCoder), or G = H without `multi_query`, where
+only the configuration tells it from nanoGPT.
 """
 
 from __future__ import annotations
@@ -16,13 +18,23 @@ from qkv.attention.layers.forward_parts import Attend, Embeddings, project_outpu
 from qkv.attention.layers.sent_tensors import Heads
 
 MODULES = ("query_key_value", "dense")
-QUERY = ("query_key_value.weight",)
+QUERY = ("query_key_value.weight", "c_attn.weight")
+SPELLINGS = {"query_key_value": ("c_attn",), "dense": ("c_proj",)}
 ROTARY_ORDER = "half"
 ALIBI = "scaled"
 NEEDS_HEADS = True
 PARENT = "self_attention"
 
 read, write = head_interleaving.read, head_interleaving.write
+
+
+def recognizes(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Returns True if it is Falcon's, or one of GPT-BigCode with one key head: (E + 2 D, E)."""
+    if "query_key_value.weight" in shapes:
+        return True
+    rows, columns = shapes["c_attn.weight"]
+    is_square = shapes.get("c_proj.weight") == (columns, columns)
+    return is_square and columns < rows < 3 * columns and (rows - columns) % 2 == 0
 
 
 def forward(

@@ -23,7 +23,8 @@ IS_GROUPED = False
 def recognizes(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Returns True if the fused matrix is (in, 3 out), and not nanoGPT's (3 out, in)."""
     rows, columns = shapes["c_attn.weight"]
-    return columns % 3 == 0 and rows != 3 * columns
+    output = shapes.get("c_proj.weight", (columns // 3, rows))
+    return columns % 3 == 0 and rows != 3 * columns and output[0] == columns // 3
 
 
 def read(sent: SentTensors) -> Weights:

@@ -2,7 +2,8 @@
 
 Source: transformers, models/llama/modeling_llama.py, LlamaAttention. Mistral and Qwen2 (with
 biases) have the same names; Qwen3 adds q_norm and k_norm, gpt-oss adds sinks. Names with out_proj
-(CLIP, OPT, Whisper) or dense (Phi) in place of o_proj are accepted.
+(CLIP, OPT, Whisper) or dense (Phi) in place of o_proj are accepted, and q_lin, k_lin, v_lin and
+out_lin (DistilBERT).
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ MODULES = (
     "k_norm",
     "sinks",
 )
-QUERY = ("q_proj.weight",)
-SPELLINGS = {"o_proj": ("out_proj", "dense")}
+QUERY = ("q_proj.weight", "q_lin.weight")
+SPELLINGS = {
+    "q_proj": ("q_lin",),
+    "k_proj": ("k_lin",),
+    "v_proj": ("v_lin",),
+    "o_proj": ("out_proj", "dense", "out_lin"),
+}
 HOLDS = ALL
 ROTARY_ORDER = "half"
 

@@ -22,7 +22,8 @@ IS_GROUPED = False
 def recognizes(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Returns True if the fused matrix is (3 out, in)."""
     rows, columns = shapes["c_attn.weight"]
-    return rows % 3 == 0 and columns != 3 * rows
+    output = shapes.get("c_proj.weight", (columns, rows // 3))
+    return rows % 3 == 0 and columns != 3 * rows and output[-1] == rows // 3
 
 
 def read(sent: SentTensors) -> Weights:

@@ -1,6 +1,7 @@
 """Layout phi3: one nn.Linear qkv_proj with the rows of all query heads, key heads, value heads.
 
-Source: transformers, models/phi3/modeling_phi3.py, Phi3Attention.
+Source: transformers, models/phi3/modeling_phi3.py, Phi3Attention. With out_proj in place of o_proj,
+names and shapes fit codegen too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
 MODULES = ("qkv_proj", "o_proj")
 QUERY = ("qkv_proj.weight",)
+SPELLINGS = {"o_proj": ("out_proj",)}
 ROTARY_ORDER = "half"
 NEEDS_HEADS = True
 

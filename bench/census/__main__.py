@@ -1,0 +1,75 @@
+"""Command: serves small models of every type of transformers, and compares their layers.
+
+    PYTHONPATH=bench python -m census [--variants] [--write] [--debug] [type ...]
+
+It ends with status 1 if a layer is served with wrong numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from tables import DOCS, Results, describe_machine, write_page
+
+from census import known_fields
+from census.census import Case, Outcome, examine
+from census.known_variants import variants_of
+from census.report import lines_of, summary, table_of_kinds, table_of_served
+from census.small_configs import model_types
+from qkv.jobs.loaded.known_models import KNOWN
+
+PAGE: Final = DOCS / "serve-a-model.md"
+
+
+def run(cases: Sequence[Case]) -> list[Outcome]:
+    """Examines models and prints what becomes of each."""
+    outcomes = []
+    for case in cases:
+        outcomes.append(examine(case))
+        print("\n".join(lines_of(outcomes[-1])), flush=True)
+    print("\n".join(summary(outcomes)))
+    return outcomes
+
+
+def write(outcomes: Sequence[Outcome]) -> None:
+    """Writes the tables of all types into the page."""
+    versions = {"transformers": importlib.metadata.version("transformers")}
+    header = describe_machine(dtype="float32, cpu", **versions, date=time.strftime("%Y-%m-%d"))
+    tables = [table_of_kinds(outcomes), table_of_served(outcomes)]
+    write_page(PAGE, Results("make census", header, tables))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the census and prints it."""
+    parser = argparse.ArgumentParser(description="Compares layers of every model type.")
+    parser.add_argument("names", nargs="*", help="types of models; default: all")
+    parser.add_argument("--variants", action="store_true", help="also variants of known types")
+    parser.add_argument("--write", action="store_true", help="write the page and the known fields")
+    parser.add_argument("--debug", action="store_true", help="print why a part does not run")
+    options = parser.parse_args(arguments)
+    if options.write and options.names:
+        parser.error("--write needs all types")
+    if options.debug:
+        logging.basicConfig(level=logging.WARNING)
+        logging.getLogger("census").setLevel(logging.DEBUG)
+    torch.set_num_threads(1)
+    if options.write:
+        known_fields.FILE.write_text(known_fields.as_text())
+    outcomes = run([Case(name) for name in options.names or model_types()])
+    if options.write:
+        write(outcomes)
+    if options.variants:
+        known = [name for name in options.names or KNOWN if name in KNOWN]
+        outcomes += run([case for name in known for case in variants_of(name)])
+    sys.exit(any(outcome.is_wrong for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()

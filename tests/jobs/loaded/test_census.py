@@ -1,0 +1,108 @@
+"""Small models of many types: each layer is right within 1e-3, or refused by a name.
+
+`make census` does it with every type of transformers, and every field of the known ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+from census import known_fields
+from census.census import Case, Outcome, examine
+from census.known_variants import YARN
+
+# building the models imports transformers, which takes seconds
+pytestmark = pytest.mark.slow
+
+SERVED: Final = (
+    "albert bert bloom clip codegen cohere2 distilbert falcon gemma3 gemma3_text gpt2 gpt_bigcode "
+    "gpt_neox gpt_oss llama llava_onevision mixtral opt paligemma qwen3_moe smollm3 vit whisper "
+    "xlm-roberta"
+)
+_YARN: Final = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+VARIANTS: Final[tuple[tuple[str, dict[str, Any], str], ...]] = (
+    ("bert", {}, "BertLMHeadModel"),
+    ("bert", {"is_decoder": True}, "BertLMHeadModel"),
+    ("falcon", {"alibi": True}, ""),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, ""),
+    ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": 5}, ""),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ""),
+    ("gpt_bigcode", {"multi_query": False}, ""),
+    ("llama", {"is_causal": False}, ""),
+    ("llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}, ""),
+    ("llama", {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}, ""),
+    ("mistral", {"is_causal": False, "sliding_window": 4}, ""),
+    ("phi", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, ""),
+)
+REFUSED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "projection_layer": ("internvl", {}),
+    "projection": ("blip", {}),
+    "Wo": ("modernbert-decoder", {}),
+    "output": ("bigbird_pegasus", {}),
+    "proj": ("kimi_k25_vision", {}),
+    "gate_proj": ("afmoe", {}),
+    "g_proj": ("laguna", {}),
+    "gate": ("qwen3_next", {}),
+    "gate ": ("qwen3_5_text", {}),
+    "attn_sub_norm": ("bitnet", {}),
+    "inner_attn_ln": ("kosmos-2", {}),
+    "bias_u": ("parakeet_encoder", {}),
+    "lambda_": ("diffllama", {}),
+    "self_attn.A ": ("doge", {}),
+    "softmax_offset": ("flint", {}),
+    "_global": ("longformer", {}),
+    "conv_kernel_layer": ("convbert", {}),
+    "v_proj": ("zaya", {}),
+    "A_log": ("kimi_linear", {}),
+    "A_log ": ("olmo_hybrid", {}),
+    "relative positions": ("t5", {}),
+    "latent attention": ("deepseek_v3", {}),
+    "Wqkv": ("nomic_bert", {}),
+    "gate_bias": ("beam", {}),
+    "unsloth_version": ("llama", {"unsloth_version": "2025.1"}),
+    "sliding_window": ("llama", {"sliding_window": 4}),
+    "sliding_window ": ("gemma2", {"sliding_window": 0}),
+    "position_embedding_type": ("bert", {"position_embedding_type": "relative_key"}),
+    "mrope_section": ("qwen2", {"rope_parameters": YARN | {"mrope_section": [4, 2, 2]}}),
+}
+ASKING: Final = "bart blip-2 dia llama4_text nanochat olmoe pegasus_x siglip speecht5 t5gemma yoso"
+
+
+def is_right(outcome: Outcome) -> bool:
+    """Returns True if no layer is wrong, and the model could be built."""
+    return outcome.kind != "not built" and not outcome.is_wrong
+
+
+@pytest.mark.parametrize("model_type", SERVED.split())
+def test_known_type_is_served_as_it_is(model_type: str) -> None:
+    outcome = examine(Case(model_type), answers=False)
+    assert outcome.kind == "served", outcome
+    assert {verdict.kind for verdict in outcome.verdicts} == {"right"}, outcome.verdicts
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: Case(*variant).name[:60])
+def test_variant_of_a_known_type_is_served_as_it_is(
+    variant: tuple[str, dict[str, Any], str],
+) -> None:
+    outcome = examine(Case(*variant), answers=False)
+    assert outcome.kind == "served", outcome
+    assert {verdict.kind for verdict in outcome.verdicts} == {"right"}, outcome.verdicts
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_layer_holds_is_refused_by_its_name(name: str) -> None:
+    outcome = examine(Case(*REFUSED[name]))
+    assert is_right(outcome), outcome
+    assert name.strip() in outcome.problem
+
+
+@pytest.mark.parametrize("model_type", ASKING.split())
+def test_answered_type_is_right_or_not_served(model_type: str) -> None:
+    outcome = examine(Case(model_type))
+    assert is_right(outcome), outcome
+    assert not outcome.verdicts or outcome.kind == "served"
+
+
+def test_table_of_fields_is_that_of_transformers() -> None:
+    assert known_fields.FILE.read_text() == known_fields.as_text()
