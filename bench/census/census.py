@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """What became of a model after all that was asked for was answered.
+    """Result of a model after all that was asked for was answered.
 
     Attributes:
         text: of qkv.toml.
@@ -62,7 +62,7 @@ class Answered(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a model.
+    """Result of a model.
 
     Attributes:
         case: the model.

@@ -38,7 +38,7 @@ _ROLES: Final = ("query", "key", "value")
 
 
 class Verdict(NamedTuple):
-    """What a layer turned out to be.
+    """Result of the comparison of a layer.
 
     Attributes:
         layer: its name.
@@ -54,7 +54,7 @@ class Verdict(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a layer is in the model.
+    """The place of a layer in the model.
 
     Attributes:
         attention: the path of its module.

@@ -95,12 +95,10 @@ _WITHOUT_EFFECT: Final[Mapping[str, tuple[str, ...]]] = {
     "gemma2": ("use_bidirectional_attention",),
     "gpt_bigcode": ("num_key_value_heads",),  # multi_query says it
     "gpt_neo": ("window_size",),  # in global layers
-    "smollm3": (*_ROPES, "rope_theta", "layer_types"),
+    "smollm3": (*_ROPES, "rope_theta"),
     "whisper": ("encoder_attention_heads", "decoder_attention_heads"),  # of the other side
 }
 """Fields that do nothing in the layers for which they are not read."""
-_NOT_READ: Final = {"gemma3_text": "attn_logit_softcapping"}
-"""Fields that the reader reads, and transformers not."""
 
 
 class ReadFields(dict[str, Any]):
@@ -154,7 +152,6 @@ def check_fields(config: ReadFields, model_type: str) -> None:
     known = {"is_causal": None, **dict.fromkeys(_OLD.get(model_type, ())), **defaults}
     if of_rope:
         known |= dict.fromkeys((*_ROPES, "rope_theta", *of_rope))
-    config.read.discard(_NOT_READ.get(model_type, ""))
     wrong = _wrong(config, known)
     for name in _WITHOUT_EFFECT.get(model_type, ()):
         wrong.pop(name, None)

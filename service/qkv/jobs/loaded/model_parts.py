@@ -51,10 +51,10 @@ def part_of(document: Config, path: str) -> ModelPart:
     towers = {_tower_of(word) for word in words}
     if not towers:
         return ModelPart(document, _type_of(document))
-    name = next(iter(towers))
-    if len(towers) > 1 or name is None or not _is_part(document, name):
+    tower = next(iter(towers))
+    if len(towers) > 1 or tower is None or not _is_part(document, tower):
         return ModelPart({}, "")
-    part, of_whole = document[name], _type_of(document) if name == "text_config" else ""
+    part, of_whole = document[tower], _type_of(document) if tower == "text_config" else ""
     return ModelPart(part, _type_of(part) or of_whole)
 
 
