@@ -333,3 +333,19 @@ def test_asynchronous_client_names_layers(loaded: Server) -> None:
     with Client(loaded.url) as client:
         expected = client.attend("softmax", x=X.numpy(), layer=NAME)
     assert np.array_equal(found.output, expected.output)
+
+
+def test_part_that_is_not_served_has_its_reason(tmp_path: Path) -> None:
+    """In the list of the service, and in that of the command."""
+    tensors = {f"a.{n}": t for n, t in bert_tensors().items()} | bert_tensors()
+    tensors["a.encoder.layer.0.attention.gate.weight"] = torch.ones(WIDTH, WIDTH)
+    folder = small_checkpoints.write(tmp_path / "part", tensors, small_checkpoints.BERT)
+    with running_server(checkpoints=f"part={folder}", strict_checkpoints=True) as server:
+        listed = server.http.get("/v1/layers").json()
+        printed = stdout_of("layers", "--url", server.url)
+    (checkpoint,) = listed["checkpoints"]
+    assert (checkpoint["layers"], checkpoint["problem"]) == (2, None)
+    ((path, problem),) = (entry.values() for entry in checkpoint["unserved"])
+    assert path == "a.encoder.layer"
+    assert "a.encoder.layer.0.attention.gate.weight is not supported" in problem
+    assert "Not served of part: a.encoder.layer.0.attention: " in " ".join(printed.split())

@@ -95,6 +95,21 @@ def test_tower_that_is_not_known_leaves_the_other_layers_as_they_are(
     assert ropes["small.vision_tower.encoder.layers.1"] is None
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["connector.perceiver_resampler", "model.vision_tower.resampler", "qformer", "audio_tower"],
+)
+def test_module_between_the_towers_has_the_configuration_of_none(tmp_path: Path, path: str) -> None:
+    """Its widths are those of the text, which proves nothing."""
+    tensors = {n.replace("model.", "language_model."): t for n, t in llama_tensors().items()}
+    tensors |= {n.replace("model.", f"{path}."): t.clone() for n, t in llama_tensors().items()}
+    loaded = load(small_checkpoints.write(tmp_path / "m", tensors, TOWERS))
+    assert list(loaded.names) == [f"small.language_model.layers.{i}" for i in range(2)]
+    problem = loaded.checkpoints[0].unserved[f"{path}.layers"]
+    assert "config.json has no part that is known to be of these layers" in problem
+    assert "heads = 2; causal = " in problem
+
+
 def test_table_replaces_positions_of_the_configuration(tmp_path: Path) -> None:
     toml = '[layers.model]\npositions = "alibi"\n[layers."model.layers.1"]\npositions = "none"'
     loaded = load(small_checkpoints.write(tmp_path / "a", llama_tensors(), LLAMA, toml))

@@ -5,15 +5,15 @@ The names are those of configurations of transformers.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 from qkv.attention.layers.input_norm import InputNorm
 from qkv.attention.layers.qk_norm import QKNorm
-from qkv.errors import InvalidContent, format_value
+from qkv.errors import InvalidContent
 from qkv.jobs.loaded.config_fields import ReadFields, check_fields
+from qkv.jobs.loaded.config_numbers import integer, number
 from qkv.jobs.loaded.known_models import (
     KNOWN,
     OWN_SCALES,
@@ -26,27 +26,10 @@ from qkv.jobs.loaded.known_models import (
     window_of_neo,
 )
 from qkv.jobs.loaded.model_parts import part_of
+from qkv.jobs.loaded.rope_config import read_rope
 
 __all__ = ["LayerConfig", "read_config"]
 
-_SCALINGS: Final = {
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "truncate",
-    ),
-}
-_INTEGERS: Final = ("original_max_position_embeddings", "truncate")
 _MAY_MATTER: Final = {  # parts of the names of fields of unknown types, by what they may give
     "positions": "rope|rotary|alibi|relative|position_embedding_type",
     "window": "window|attention_chunk|chunk_size|local_att|layer_types|attention_types",
@@ -57,8 +40,6 @@ _MAY_MATTER: Final = {  # parts of the names of fields of unknown types, by what
 _CROSS: Final = "crossattention|encoder_attn"  # modules whose keys come from the encoder
 _RMS_EPS: Final = ("rms_norm_eps",)
 _LAYER_NORM_EPS: Final = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-_LARGEST: Final = 1e30
-_LARGEST_INTEGER: Final = 1e9
 _LEAST_SCALE: Final = 1e-9
 
 
@@ -102,14 +83,10 @@ def read_config(
             model.
     """
     part, model_type = part_of(document, path)
-    for name in (model_type, str(document.get("model_type"))):
-        if name in UNSUPPORTED:
-            raise InvalidContent(f"the model type {name!r} is not supported: {UNSUPPORTED[name]}")
     passed = tuple(name for name in ignored if name in part)
     config = ReadFields({name: value for name, value in part.items() if name not in passed})
+    _check_supported(config, model_type, document)
     _check_width(config, width)
-    if isinstance(config.get("clip_qkv"), int | float):
-        raise InvalidContent("clip_qkv is not supported: queries, keys and values are clipped")
     known, index = KNOWN.get(model_type), _index(path)
     fields: dict[str, Any] = {}
     if (heads := _heads(config, path)) is not None:
@@ -123,12 +100,21 @@ def read_config(
         fields["qk_norm"] = norm.numbers
     positions = _positions(config, model_type, known, index)
     if positions == "rotary":
-        fields["rope"] = _rope(config, known, index, heads)
+        fields["rope"] = read_rope(config, known, index, heads)
     parameters = _parameters(config, model_type, known, index, path)
     if (scale := _scale(config, model_type, index, heads)) is not None:
         parameters["scale"] = scale
     check_fields(config, model_type)
     return LayerConfig(fields, parameters, positions, known.layout, norm, passed)
+
+
+def _check_supported(config: Config, model_type: str, document: Config) -> None:
+    """Raises an error if no layer holds the attention of a model."""
+    for name in (model_type, str(document.get("model_type"))):
+        if name in UNSUPPORTED:
+            raise InvalidContent(f"the model type {name!r} is not supported: {UNSUPPORTED[name]}")
+    if isinstance(config.get("clip_qkv"), int | float):
+        raise InvalidContent("clip_qkv is not supported: queries, keys and values are clipped")
 
 
 def _asks(config: Config, model_type: str) -> dict[str, str]:
@@ -157,7 +143,7 @@ def _says(value: object) -> bool:
 
 
 def _check_width(config: Config, width: int | None) -> None:
-    expected = _number(config, "hidden_size", "n_embd", "d_model")
+    expected = number(config, "hidden_size", "n_embd", "d_model")
     if None not in (width, expected) and width != expected:
         raise InvalidContent(
             f"config.json belongs to another model: got embeddings of width {width}, expected "
@@ -174,14 +160,14 @@ def _index(path: str) -> int | None:
 def _heads(config: Config, path: str) -> int | None:
     side = "decoder" if path.startswith(("decoder.", "model.decoder.")) else "encoder"
     names = ("num_attention_heads", "n_head", "num_heads", "n_heads", f"{side}_attention_heads")
-    return _integer(config, *names)
+    return integer(config, *names)
 
 
 def _key_heads(config: Config, model_type: str) -> int | None:
     is_old_falcon = model_type == "falcon" and not config.get("new_decoder_architecture")
     if is_old_falcon or model_type == "gpt_bigcode":
         return None if config.get("multi_query") is False else 1
-    return _integer(config, "num_key_value_heads", "num_kv_heads", "n_kv_heads")
+    return integer(config, "num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def _positions(config: Config, model_type: str, known: KnownModel, index: int | None) -> Positions:
@@ -194,93 +180,8 @@ def _positions(config: Config, model_type: str, known: KnownModel, index: int | 
 
 def _norm(config: Config, known: KnownModel) -> InputNorm | None:
     for names, is_centered in ((_RMS_EPS, False), (_LAYER_NORM_EPS, True)):
-        if (eps := _number(config, *names, least=0, most=1)) is not None:
+        if (eps := number(config, *names, least=0, most=1)) is not None:
             return InputNorm(QKNorm(eps=eps, offset=known.norm_offset), is_centered)
-    return None
-
-
-def _rope(
-    config: ReadFields, known: KnownModel, index: int | None, heads: int | None
-) -> dict[str, Any]:
-    """Returns the field `rope` of a layer."""
-    if known.dims is not None:
-        dims = _integer(config, "rotary_dim")
-        return {"order": known.order, "dims": known.dims if dims is None else dims}
-    is_local = known.local_base is not None and has_window(config, known, index)
-    scaling = _scaling(config, index, is_local)
-    every = config
-    if is_local:
-        every = every | {"rope_theta": config.get("rope_local_base_freq", known.local_base)}
-    every = every | scaling
-    rope: dict[str, Any] = {} if known.order is None else {"order": known.order}
-    base = _number(every, "rope_theta", "rotary_emb_base")
-    if (base := known.base if base is None else base) is not None:
-        rope["base"] = float(base)
-    if (dims := _turning_channels(every, known, heads)) is not None:
-        rope["dims"] = dims
-    if (numbers := _numbers_of_scaling(config, scaling)) is not None:
-        rope["scaling"] = numbers
-    return rope
-
-
-def _numbers_of_scaling(config: Config, scaling: Config) -> dict[str, Any] | None:
-    """Returns the field `rope.scaling` of a layer; None: its frequencies are not scaled.
-
-    Raises:
-        InvalidContent: the kind of scaling is not supported.
-    """
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind not in _SCALINGS:
-        raise InvalidContent(
-            f"the scaling of the rotary embedding is not supported: got {kind!r:.60}, expected "
-            f"{', '.join(_SCALINGS)}"
-        )
-    given = {n: scaling[n] for n in _SCALINGS[kind] if scaling.get(n) is not None}
-    numbers = {n: v if n in _INTEGERS else _number(given, n) for n, v in given.items()}
-    if kind == "linear":
-        return {"rope_type": kind} | numbers
-    of_model = _integer(config, "original_max_position_embeddings")
-    length = of_model or _integer(scaling, "original_max_position_embeddings")
-    longest = _integer(config, "max_position_embeddings") or 8192
-    numbers["original_max_position_embeddings"] = length = length or longest
-    if kind == "yarn":
-        factor = numbers.setdefault("factor", longest / length)
-        scales = [_number(scaling, name) for name in ("mscale", "mscale_all_dim")]
-        if factor and all(scales) and "attention_factor" not in numbers:
-            first, second = (_amplitude(factor, scale or 1.0) for scale in scales)
-            numbers["attention_factor"] = first / second
-    return {"rope_type": kind} | numbers
-
-
-def _amplitude(factor: float, scale: float) -> float:
-    """Returns YaRN's factor of the rotated channels."""
-    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def _scaling(config: Config, index: int | None, is_local: bool) -> Config:
-    """Returns the numbers of the rotary embedding that a configuration keeps in an object."""
-    old = config.get("rope_scaling")  # before transformers 5, which still prefers it
-    kinds = None if isinstance(old, dict) and old else config.get("rope_parameters")
-    types = config.get("layer_types")
-    kind = "full_attention"
-    if isinstance(types, list) and index is not None and index < len(types):
-        kind = types[index]
-    if isinstance(kinds, dict):
-        found = kinds.get("sliding_attention" if is_local else kind, kinds)
-    else:  # the old scaling was that of the layers without a window
-        found = None if is_local else old
-    return found if isinstance(found, dict) else {}
-
-
-def _turning_channels(config: Config, known: KnownModel, heads: int | None) -> int | None:
-    """Returns the number of a head's channels that turn; None: all."""
-    share = _number(config, "partial_rotary_factor", "rotary_pct", "rotary_percentage")
-    share = known.share if share is None else share
-    if share is not None and share < 1 and heads:
-        width = _number(config, "head_dim") or (_number(config, "hidden_size") or 0) / heads
-        return 2 * int(share * width / 2) or None
     return None
 
 
@@ -301,7 +202,7 @@ def _parameters(
         length = length // 2 + 1 if sees_later else length
         left = length if is_whole else length - 1
         parameters["window"] = [left, 0 if "causal" in parameters else left]
-    if known.has_softcap and (softcap := _number(config, "attn_logit_softcapping")):
+    if known.has_softcap and (softcap := number(config, "attn_logit_softcapping")):
         parameters["softcap"] = float(softcap)
     return parameters
 
@@ -314,7 +215,7 @@ def _window(config: Config, model_type: str, known: KnownModel, index: int | Non
     """
     if model_type == "gpt_neo":
         return window_of_neo(config, index)
-    length = _integer(config, "sliding_window")
+    length = integer(config, "sliding_window")
     if not has_window(config, known, index) or length is None:
         return None
     if length == 0:
@@ -326,48 +227,18 @@ def _scale(config: Config, model_type: str, index: int | None, heads: int | None
     """Returns the scale of the scores; None if it is 1 / sqrt(D)."""
     if model_type == "gpt_neo":
         return 1.0
-    scalar = _number(config, "query_pre_attn_scalar", least=_LEAST_SCALE)
+    scalar = number(config, "query_pre_attn_scalar", least=_LEAST_SCALE)
     if scalar is not None:
         return float(scalar**-0.5)
     if model_type not in ("gpt2", "gpt_bigcode"):
-        scale = _number(config, "attention_multiplier", least=_LEAST_SCALE)
+        scale = number(config, "attention_multiplier", least=_LEAST_SCALE)
         return None if scale is None else float(scale)
     has_scale = config.get("scale_attn_weights") is not False
     is_by_layer = model_type == "gpt2" and config.get("scale_attn_by_inverse_layer_idx") is True
     if has_scale and not is_by_layer:
         return None
-    width = _number(config, "n_embd", "hidden_size")
+    width = number(config, "n_embd", "hidden_size")
     if not width or not heads or (is_by_layer and index is None):
         raise InvalidContent("config.json gives no scale of the scores: write scale beside it")
     scale = (width / heads) ** -0.5 if has_scale else 1.0
     return scale / (index + 1) if is_by_layer and index is not None else scale
-
-
-def _number(
-    config: Config, *names: str, least: float = -_LARGEST, most: float = _LARGEST
-) -> float | None:
-    """Returns the first of these fields that is a number.
-
-    Raises:
-        InvalidContent: it is out of range.
-    """
-    for name in names:
-        value = config.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            continue
-        if not least <= value <= most:
-            raise InvalidContent(
-                f"config.json: {name} is invalid: got {format_value(value)}, expected a number "
-                f"from {least:g} to {most:g}"
-            )
-        return value
-    return None
-
-
-def _integer(config: Config, *names: str) -> int | None:
-    value = _number(config, *names, least=0, most=_LARGEST_INTEGER)
-    if value is not None and value != int(value):
-        raise InvalidContent(
-            f"config.json: {' or '.join(names)} is invalid: got {value}, expected an integer"
-        )
-    return None if value is None else int(value)
