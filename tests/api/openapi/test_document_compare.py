@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qkv.wire import safetensors
@@ -26,6 +27,19 @@ def document(server: Server) -> dict[str, Any]:
     return found
 
 
+def rounded(value: Any) -> Any:
+    """Returns a part of a response whose numbers equal those within the roundings of float32.
+
+    Processors round a sum differently, and errors of outputs near 1 consist of these roundings.
+    """
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    few = 4 * float(np.finfo(np.float32).eps)
+    return pytest.approx(value, rel=few, abs=few) if isinstance(value, float) else value
+
+
 def test_every_example_gets_the_documented_response(
     server: Server, document: dict[str, Any]
 ) -> None:
@@ -38,7 +52,7 @@ def test_every_example_gets_the_documented_response(
         assert fits(example["value"], body_schema(document, COMPARE), document)
         response = post(server, example["value"])
         assert response.status_code == 200, response.text
-        assert_same_report(response.json(), responses["examples"][name]["value"])
+        assert_same_report(response.json(), rounded(responses["examples"][name]["value"]))
         assert fits(responses["examples"][name]["value"], responses["schema"], document)
         assert_matches_document(document, response)
 
