@@ -130,7 +130,7 @@ def test_retried_run_has_the_same_body(url: str, send: Any) -> None:
         return httpx.Response(200, content=response.content)
 
     replies: list[Reply] = []
-    with Client("http://elsewhere", transport=httpx.MockTransport(keep)) as through:
+    with Client("http://localhost", transport=httpx.MockTransport(keep)) as through:
         first = through.attend("softmax", **numbers())
     with scripted(busy(), None, replies[0]) as script:
         again = send(script.url, lambda c: c.attend("softmax", **numbers()))

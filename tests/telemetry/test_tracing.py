@@ -101,7 +101,7 @@ def traced(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Iterator[Se
     """Returns a service that sends its traces to the collector every 50 ms."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-    with running_server() as server:
+    with running_server(allowed_hosts="*") as server:
         yield server
 
 

@@ -69,7 +69,7 @@ def test_dtype_that_is_not_taken_did_not_run(kernel: Command) -> None:
         ("echo late >&2", "no result in {out}: No such file or directory: late"),
         ("mkdir $2", "no result in {out}: Is a directory"),
         ("mkfifo $2", "no result in {out}: not a regular file"),
-        ("echo {} > $2", "wrong result in {out}: a safetensors file is too short"),
+        ("echo {} > $2", "wrong result in {out}: it is too short"),
         ("cp $1 $2", "wrong result in {out}: outputs.output is missing"),
         (r"printf '\2\0\0\0\0\0\0\0{}' > $2", "wrong result in {out}: outputs.output is missing"),
         ("echo $2 >&2; exit 1", "exits with status 1: .../out.safetensors"),
