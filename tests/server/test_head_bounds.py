@@ -127,7 +127,7 @@ SENT: Final = {
         ).encode(),
     ),
 }
-"""What a client sends before it closes its connection."""
+"""The bytes that a client sends before it closes its connection."""
 
 
 @pytest.mark.parametrize("has_read", [True, False])
