@@ -40,16 +40,16 @@ serve: .venv/.serves ## serve on port 8000 of this machine (PORT=, HOST= for ano
 	@exec .venv/bin/qkv serve $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") $(ARGS)
 
 # Two processes: many tests wait for processes to start and end. ARGS="-n 0" runs one test at a time.
-PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
+# Each group of tests in one process, in the order of tests/support/run_order.py.
+PYTEST = .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 test: .venv/.installed ## run most tests, some of every kind, in about three minutes
-	@$(PYTEST) --part quick --hypothesis-profile=fast $(ARGS)
+	@$(PYTEST) --part quick $(ARGS)
 
-# Property tests run here again, with all their examples.
-test-rest: .venv/.installed ## run the other tests and all examples, in about half an hour
+test-rest: .venv/.installed ## run the tests that `make test` left, in about a quarter of an hour
 	@$(PYTEST) --part rest $(ARGS)
 
-test-all: .venv/.installed ## run every test with all examples, in about half an hour
+test-all: .venv/.installed ## run every test, in about twenty minutes
 	@$(PYTEST) $(ARGS)
 
 check: .venv/.installed ## check lint, formatting and types

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -95,19 +94,17 @@ _modules: list[Page] = []
 def browser() -> Browser:
     """Returns Debian's Chromium; it runs until a test of this process does not use it.
 
-    Skips the tests if Chromium is not installed, unless NEED_CHROMIUM is set, as in .ci/run.
+    Skips the tests if Chromium is not installed.
     """
     from playwright.sync_api import expect, sync_playwright  # slow to import
 
     executable = shutil.which("chromium")
-    if not executable and "NEED_CHROMIUM" not in os.environ:
+    if not executable:
         pytest.skip("needs Debian's chromium")
     if not _browsers:
         expect.set_options(timeout=TIMEOUT_MS)
         chromium = _running.enter_context(sync_playwright()).chromium
-        _browsers.append(
-            chromium.launch(executable_path=executable or "chromium", args=list(CHROMIUM_FLAGS))
-        )
+        _browsers.append(chromium.launch(executable_path=executable, args=list(CHROMIUM_FLAGS)))
         _running.callback(_browsers[0].close)
     return _browsers[0]
 
