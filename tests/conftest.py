@@ -19,9 +19,9 @@ from support.added_variants import copied_service as copied_service
 from support.added_variants import law_results as law_results
 from support.browser import browser as browser
 from support.browser import end_browser
-from support.browser import modules as modules
 from support.browser import open_page as open_page
 from support.examples import load_profile
+from support.javascript import modules as modules
 from support.processes import Process, running_command
 from support.quick_tests import PARTS, part_of
 from support.ray_replicas import cluster as cluster
