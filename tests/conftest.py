@@ -84,7 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = part_of(items, part)
         config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = chosen
-    sort_groups(items)
+    if hasattr(config, "workerinput"):
+        sort_groups(items)
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test
