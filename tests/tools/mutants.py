@@ -8,7 +8,7 @@ not end in time. All of it works on copies of the code. Needs coverage.py, which
 installs beside the notes.
 
     python tests/tools/mutants.py [--count 150] [--seed 59] [--seconds 300] [--against CHECKOUT]
-    python tests/tools/mutants.py 
+    python tests/tools/mutants.py
 """
 
 from __future__ import annotations
