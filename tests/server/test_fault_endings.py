@@ -35,7 +35,9 @@ from support.service_processes import (
 Start = Callable[[Topology], Service]
 CONNECTIONS: Final = 24
 BODIES: Final = ((TINY_BODY, JSON), (slow_request_body(256), SAFETENSORS))
-each_topology = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+each_topology = pytest.mark.parametrize(
+    "topology", TOPOLOGIES.values(), ids=[name.replace(" ", "_") for name in TOPOLOGIES]
+)
 
 
 @pytest.fixture
@@ -167,7 +169,7 @@ ENDINGS: Final = (
 
 @pytest.mark.slow
 @each_topology
-@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name.replace(" ", "_"))
 def test_service_ends_with_all_its_processes(
     start: Start, ending: Ending, topology: Topology
 ) -> None:

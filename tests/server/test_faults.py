@@ -43,7 +43,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
 @pytest.mark.parametrize(
     ("fault", "topology"),
     [
-        pytest.param(fault, topology, id=f"{fault.name}, {topology}")
+        pytest.param(fault, topology, id=f"{fault.name}-{topology}".replace(" ", "_"))
         for topology in TOPOLOGIES
         for fault in FAULTS
         if topology in fault.topologies

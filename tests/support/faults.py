@@ -96,9 +96,16 @@ _STUCK: Final = frozenset({"livez 503"})
 
 FAULTS: Final = (
     Fault(
-        "a worker is killed", _ALL,
+        "the only worker is killed", _ONE,
         lambda s: s.end_one(s.workers),
         may_see=_CUT | _UNREADY,
+        log=(rf"worker \d {_KILLED}",),
+    ),
+    Fault(
+        "one of two workers is killed", _TWO + _DEVICE + _DEVICES,
+        lambda s: s.end_one(s.workers),
+        must_see=_UNREADY,
+        may_see=_CUT,
         log=(rf"worker \d {_KILLED}",),
     ),
     Fault(
@@ -156,6 +163,13 @@ FAULTS: Final = (
         may_see=_REFUSED,
         log=(rf"the device process {_FAILED}",),
         restarts=1,
+    ),
+    Fault(
+        "one request makes both devices fail", _DEVICES,
+        Service.break_device,
+        may_see=_UNREADY | _REFUSED,
+        log=(rf"{_NUMBERED} {_FAILED}",) * 2,
+        restarts=2,
     ),
     Fault(
         "the only device process fails at each start", _DEVICE,

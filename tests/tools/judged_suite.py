@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from py_compile import PycInvalidationMode
@@ -200,14 +200,18 @@ class Suite:
 
     def run(self, chosen: list[str], limit_s: float) -> Outcome:
         """Runs tests until one fails or the time is over."""
-        noted, listed = self._notes / "run.jsonl", self._notes / "chosen.json"
-        noted.unlink(missing_ok=True)
+        listed = self._notes / "chosen.json"
         listed.write_text(json.dumps(chosen))
         files = dict.fromkeys(name.partition("::")[0] for name in chosen)
+        outcome = self.run_words(["--chosen", str(listed), *files], limit_s)
+        return replace(outcome, chosen_count=len(chosen))
+
+    def run_words(self, words: list[str], limit_s: float) -> Outcome:
+        """Runs the tests that words of pytest's command line select, as `run` does."""
+        noted = self._notes / "run.jsonl"
+        noted.unlink(missing_ok=True)
         start = time.monotonic()
-        process = self._start(
-            "-n", "0", "-x", "--chosen", str(listed), "--noted", str(noted), *files
-        )
+        process = self._start("-n", "0", "-x", "--noted", str(noted), *words)
         try:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -215,7 +219,7 @@ class Suite:
         finally:
             _kill_group(process)
         status, test = self._status(code, read_notes(noted))
-        return Outcome(status, test, time.monotonic() - start, len(chosen))
+        return Outcome(status, test, time.monotonic() - start)
 
     def _status(self, code: int | None, notes: list[dict[str, Any]]) -> tuple[str, str]:
         """Returns the status of a run and its last test, from pytest's exit code or None."""

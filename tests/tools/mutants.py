@@ -8,7 +8,9 @@ not end in time. All of it works on copies of the code. Needs coverage.py, which
 installs beside the notes.
 
     python tests/tools/mutants.py [--count 150] [--seed 59] [--seconds 300] [--against CHECKOUT]
-    python tests/tools/mutants.py
+    python tests/tools/mutants.py --planted [WORD ...]
+
+--planted plants the errors of `planted_faults.py` instead, one after the other.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ from typing import Final
 from support.paths import ROOT
 from tools.judged_suite import Outcome, Suite, read_notes
 from tools.mutations import Mutant, mutants_of
+from tools.planted_faults import PLANTED
 
 _SEED: Final = "--hypothesis-seed=0"
 _SERVICE: Final = ROOT / "service"
+_TABLES: Final = ("tests/server/test_faults.py", "tests/server/test_fault_endings.py")
 _STATUSES: Final = ("killed", "timeout", "survived", "unfinished", "gone")
 
 
@@ -152,12 +156,32 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=59, help="of the list, when it is drawn")
     parser.add_argument("--seconds", type=float, default=300.0, help="limit for one mutant")
     parser.add_argument("-m", dest="markers", default="not gpu", help="of the tests that run")
+    parser.add_argument("--planted", nargs="*", help="plant only the errors of these words")
     return parser.parse_args()
+
+
+def judge_planted(notes: Path, words: list[str], limit_s: float) -> None:
+    """Plants each error of `planted_faults.py` and runs the rows that must notice it."""
+    suite = Suite(ROOT / "tests", notes, _SERVICE, _SEED)
+    for fault in PLANTED:
+        if not all(word in fault.name for word in words):
+            continue
+        path = suite.code / "qkv" / fault.file
+        original = path.read_text()
+        path.write_text(fault.apply(original))
+        try:
+            outcome = suite.run_words([*_TABLES, "-k", fault.rows], limit_s)
+        finally:
+            path.write_text(original)
+        print(f"{outcome.status:10} {fault.name}: {outcome.test}", flush=True)
 
 
 def main() -> None:
     """Runs the command line."""
     options = parse_arguments()
+    if options.planted is not None:
+        judge_planted(options.state.resolve() / "planted", options.planted, options.seconds)
+        return
     state, tests = options.state.resolve(), ROOT / "tests"
     suite = Suite(tests, state / "tests", _SERVICE, _SEED)
     suite.trace(test_files(tests), options.markers)
