@@ -44,8 +44,16 @@ class Fault:
 
 
 def stop_until_stuck(service: Service, pids: list[int]) -> None:
-    """Stops processes until the service counts one as stuck."""
-    service.pause(pids, lambda: service.wait_until_seen("livez 503"))
+    """Stops processes until the service counts one as stuck, and a while longer.
+
+    The supervisor would have ended one of two device processes by then: it needs a second.
+    """
+
+    def wait() -> None:
+        service.wait_until_seen("livez 503")
+        time.sleep(1.5)
+
+    service.pause(pids, wait)
 
 
 def stop_until_replaced(service: Service, pids: list[int]) -> None:
