@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -86,13 +87,24 @@ def answered_connections(service: Service) -> Iterator[None]:
 
 
 @contextmanager
-def unfinished_upload(service: Service) -> Iterator[None]:
-    """Sends a part of a body, for which a service that drains would wait."""
+def unfinished_upload(service: Service) -> Iterator[socket.socket]:
+    """Sends a part of a request, for whose rest a service that drains waits."""
     with socket.create_connection(address(service.process), TIMEOUT_S) as upload:
-        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(TINY_BODY)}\r\n"
         upload.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
         assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")
-        yield
+        upload.sendall(TINY_BODY[:20])
+        yield upload
+
+
+def finish(upload: socket.socket) -> None:
+    """Sends the rest of a request, which is served."""
+    upload.sendall(TINY_BODY[20:])
+    received = b""
+    while more := upload.recv(4096):
+        received += more
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert json.loads(received.partition(b"\r\n\r\n")[2])["outputs"]["output"]
 
 
 @dataclass(frozen=True)
@@ -113,15 +125,19 @@ class Ending:
 
 
 def stop_under_load(service: Service) -> None:
-    with answered_connections(service):
-        service.process.popen.terminate()
+    with unfinished_upload(service) as upload:
+        with answered_connections(service):
+            service.process.popen.terminate()
+        finish(upload)
 
 
 def close_terminal_under_load(service: Service) -> None:
     """Sends SIGHUP to each process, as the kernel does, and again, as the shell does."""
-    with answered_connections(service):
-        for pid in [*service.pids, service.process.popen.pid] * 2:
-            os.kill(pid, signal.SIGHUP)
+    with unfinished_upload(service) as upload:
+        with answered_connections(service):
+            for pid in [*service.pids, service.process.popen.pid] * 2:
+                os.kill(pid, signal.SIGHUP)
+        finish(upload)
 
 
 def stop_twice(service: Service) -> None:

@@ -29,7 +29,6 @@ from support.service_processes import (
     RawRequest,
     address,
     child_pids,
-    refuses_connections,
     status_of,
 )
 
@@ -85,36 +84,6 @@ def test_workers_flag_overrides_the_environment(command: Command) -> None:
         started = command("serve", "--port", "0", *arguments, QKV_WORKERS="2")
         assert started.url
         assert len(child_pids(started.popen.pid)) == count
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_partially_received_requests_are_completed_after_a_stop_signal(
-    service_process: Process, number: int
-) -> None:
-    """Head and part of the body of a slow upload arrive before it."""
-    host, port = address(service_process)
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(TINY_BODY)}\r\n"
-    uploads = [socket.create_connection((host, port), TIMEOUT_S) for _ in range(9)]
-    for upload in uploads:
-        upload.sendall(head.encode() + b"Expect: 100-continue\r\n\r\n")
-        assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")
-        upload.sendall(TINY_BODY[:20])
-    supervisor = service_process.popen.pid
-    reached = [supervisor]
-    if number == signal.SIGHUP:  # a closing terminal sends it to every process, its shell again
-        reached = [*child_pids(supervisor), supervisor] * 2
-    for pid in reached:
-        os.kill(pid, number)
-    wait_until(lambda: refuses_connections(host, port))
-    for upload in uploads:
-        upload.sendall(TINY_BODY[20:])
-        response = b""
-        while more := upload.recv(4096):
-            response += more
-        assert response.startswith(b"HTTP/1.1 200 ")
-        assert json.loads(response.partition(b"\r\n\r\n")[2])["outputs"]["output"]
-        upload.close()
-    assert service_process.wait() == 0
 
 
 def test_ignored_sighup_stays_ignored(command: Command) -> None:
