@@ -106,8 +106,8 @@ PLANTED: Final = (
         "signal_under_load and one_worker",
     ),
     PlantedFault(
-        "a service without a device is ready", _STATE,
-        "return has_device and bool(", "return bool(",
+        "a service without a device is ready", "api/endpoints/health.py",
+        "engine.is_ready and shared_state.is_ready", "True",
         "killed and device_process",
     ),
     PlantedFault(
@@ -124,11 +124,6 @@ PLANTED: Final = (
         "jobs of a device process that has ended are lost", _REMOTE,
         "if link is None or submitted.is_second_attempt:", "if True:",
         "killed and two_devices",
-    ),
-    PlantedFault(
-        "a request breaks one device after the other", _REMOTE,
-        "                submitted.is_second_attempt = True\n", "",
-        "both_devices",
     ),
     PlantedFault(
         "a device process outlives the supervisor", _DEVICE,
