@@ -40,16 +40,16 @@ serve: .venv/.serves ## serve on port 8000 of this machine (PORT=, HOST= for ano
 	@exec .venv/bin/qkv serve $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") $(ARGS)
 
 # Two processes: many tests wait for processes to start and end. ARGS="-n 0" runs one test at a time.
-PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
+# Each group of tests in one process, in the order of tests/support/run_order.py.
+PYTEST = .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 test: .venv/.installed ## run most tests, some of every kind, in about three minutes
-	@$(PYTEST) --part quick --hypothesis-profile=fast $(ARGS)
+	@$(PYTEST) --part quick $(ARGS)
 
-# Property tests run here again, with all their examples.
-test-rest: .venv/.installed ## run the other tests and all examples, in about half an hour
+test-rest: .venv/.installed ## run the tests that `make test` left, in about a quarter of an hour
 	@$(PYTEST) --part rest $(ARGS)
 
-test-all: .venv/.installed ## run every test with all examples, in about half an hour
+test-all: .venv/.installed ## run every test, in about twenty minutes
 	@$(PYTEST) $(ARGS)
 
 check: .venv/.installed ## check lint, formatting and types
@@ -85,18 +85,18 @@ speed: .venv/.installed ## time every variant beside plain torch, into docs/spee
 	@.venv/bin/python bench/speed.py --write $(ARGS)
 
 soak: .venv/.installed ## send mixed load for 20 minutes and check every response (ARGS="--minutes 60")
-	@PYTHONPATH=bench .venv/bin/python tests/soak.py $(ARGS)
+	@PYTHONPATH=bench:tests .venv/bin/python tests/tools/soak.py $(ARGS)
 
 examples: .venv/.installed ## run the notebooks of examples/ and store their outputs (ARGS=seeds for one)
 	@.venv/bin/python examples/execute.py $(ARGS)
 
 fuzz: .venv/.installed ## send changed bodies to every decoder for 10 minutes (ARGS="--minutes 60")
-	@.venv/bin/python tests/fuzz_decoders.py $(ARGS)
+	@PYTHONPATH=tests .venv/bin/python tests/tools/fuzz_decoders.py $(ARGS)
 
 # coverage lies beside the notes of the run: nothing else needs it.
-mutants: .venv/.installed ## change the code in 100 small ways and count those that tests notice
+mutants: .venv/.installed ## change the code in 150 small ways and count those that tests notice
 	@test -d .mutants/coverage || .venv/bin/python -m pip -qq install --target .mutants/coverage $(COVERAGE)
-	@PYTHONPATH="$(CURDIR)/.mutants/coverage" .venv/bin/python tests/mutants.py $(ARGS)
+	@PYTHONPATH="$(CURDIR)/.mutants/coverage:$(CURDIR)/tests" .venv/bin/python tests/tools/mutants.py $(ARGS)
 
 # A separate environment: pip-audit has two dozen packages that nothing else needs. --strict: a package
 # without a result is a failure; by default pip-audit reports it as having no known advisories.

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -18,22 +19,24 @@ from support.added_variants import copied_service as copied_service
 from support.added_variants import law_results as law_results
 from support.browser import browser as browser
 from support.browser import end_browser
-from support.browser import modules as modules
 from support.browser import open_page as open_page
-from support.examples import register_profiles
-from support.folder_times import FolderTimes
+from support.examples import load_profile
+from support.javascript import modules as modules
 from support.processes import Process, running_command
 from support.quick_tests import PARTS, part_of
 from support.ray_replicas import cluster as cluster
 from support.ray_replicas import end_ray
 from support.ray_replicas import ray_url as ray_url
+from support.run_order import GroupScheduling, sort_groups
+from support.run_times import RunTimes
 from support.service import Server, running_server
+from support.skips import OnlySkips
 
 # pytest compiles it when a test first needs it. Python 3.11 counts the depth of a syntax tree for
 # all threads together, so that this fails if a thread of a test compiles too (gh-106905).
 importlib.import_module("anyio._backends._asyncio")
 
-register_profiles()
+load_profile()
 
 MARKERS: Final = {
     "process": "process",
@@ -50,19 +53,28 @@ MARKERS: Final = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option that `make test` and `make test-rest` use."""
+    """Adds the options that `make test`, `make test-rest` and `.ci/run` use."""
     parser.addoption("--part", choices=PARTS, help="run only this part of the tests")
+    parser.addoption("--only-skip", help="fail if a test without this marker is skipped")
+    parser.addoption("--times", type=Path, help="write the seconds of each test to this JSON file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Adds the table of seconds, once: not in the processes of xdist."""
+    """Adds what concerns a whole run, once: not in the processes of xdist."""
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(FolderTimes())
+        if marker := config.getoption("only_skip"):
+            config.pluginmanager.register(OnlySkips(marker))
+        config.pluginmanager.register(RunTimes(config.getoption("times")))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling | None:
+    """Gives each group of tests to one process, under `--dist loadscope`."""
+    return GroupScheduling(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Any:
-    """Marks tests by cost, and selects the part that the command line names."""
+    """Marks tests by cost, selects the part that the command line names, and sorts the groups."""
     for item in items:
         for fixture in getattr(item, "fixturenames", ()):
             if fixture in MARKERS:
@@ -72,6 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = part_of(items, part)
         config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = chosen
+    if hasattr(config, "workerinput"):
+        sort_groups(items)
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test

@@ -1,7 +1,4 @@
-"""Tests that the pages are true and complete: examples run; settings and routes are listed.
-
-They also check the first word of docstrings.
-"""
+"""Tests that the pages are true and complete: examples run; settings and routes are listed."""
 
 from __future__ import annotations
 
@@ -42,11 +39,6 @@ ADDRESS: Final = "http://127.0.0.1:8000"
 HOST: Final = ADDRESS.removeprefix("http://")
 PAGES: Final = sorted(p for f in (".", "docs/**", "service/qkv/**") for p in ROOT.glob(f"{f}/*.md"))
 PICTURES: Final = ROOT / "service/qkv/attention/variants/pictures"
-CODE_FOLDERS: Final = ("service", "tests", "bench", "docs", "examples")
-
-VAGUE_DOCSTRING: Final = re.compile(
-    r'^ *r?"""\s*(What|Who|Whoever|Whether|That|Where|How|Those)\b.*', re.MULTILINE
-)
 
 
 def page_id(page: Path) -> str:
@@ -331,14 +323,3 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
         if (ROOT / name).exists():
             text = (ROOT / name).read_text(errors="replace")  # pictures too
             assert not re.search(r"py(pi|thonhosted)\.org|download\.pytorch", text), name
-
-
-def test_docstrings_name_their_subject_at_once() -> None:
-    """A docstring begins with a verb or a noun phrase, never with a pronoun or "Whether"."""
-    vague = [
-        f"{path.relative_to(ROOT)}: {found[0].strip()}"
-        for folder in CODE_FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for found in VAGUE_DOCSTRING.finditer(path.read_text())
-    ]
-    assert vague == [], f"{len(vague)} docstrings"

@@ -48,6 +48,7 @@ def test_every_variant_with_a_state_is_tested() -> None:
     assert {case.variant for case in CASES.values()} == with_state
 
 
+@pytest.mark.slow
 @examples(400)
 @given(data=st.data())
 def test_output_and_state_have_the_same_bits_however_the_sequence_is_cut(

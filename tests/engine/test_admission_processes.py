@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,12 +15,10 @@ import httpx
 import pytest
 
 from support import failing_device
-from support.known_requests import assert_problem
 from support.paths import ROOT
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service_processes import (
     address,
-    child_pids,
     device_process_pid,
     slow_request_body,
     status_of,
@@ -36,27 +33,11 @@ def service_process(request: pytest.FixtureRequest, command: Callable[..., Proce
     paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = command(
         "serve", "--port", "0", "--workers", "2",
-        module="support.failing_device", QKV_DEVICE_PROCESS=request.param, QKV_MAX_BATCH="32",
+        module="support.faulty_service", QKV_DEVICE_PROCESS=request.param, QKV_MAX_BATCH="32",
         PYTHONPATH=os.pathsep.join(paths),
     )  # fmt: skip
     assert process.url
     return process
-
-
-def test_process_with_a_failed_device_is_restarted(service_process: Process) -> None:
-    before = set(child_pids(service_process.popen.pid))
-    good = outputs(post(service_process.url, body()))
-    time.sleep(1.1)  # a process that exits within its first second is restarted a second later
-    assert_problem(post(service_process.url, body(failing_device.STICKY)), 503)
-    wait_until(lambda: before - set(child_pids(service_process.popen.pid)) != set())
-    wait_until(lambda: status_of(service_process.url, "/readyz") == 200)
-    after = set(child_pids(service_process.popen.pid))
-    assert len(after) == len(before)
-    assert len(before - after) == 1
-    assert any("restarting it" in line for line in service_process.lines)
-    for _ in range(8):
-        assert outputs(post(service_process.url, body())) == good
-    assert service_process.end() == 0
 
 
 def test_failing_and_oversized_requests_affect_no_others(service_process: Process) -> None:

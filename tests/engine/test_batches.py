@@ -81,6 +81,8 @@ def groups(draw: st.DrawFn) -> tuple[list[Request], tuple[str, ...]]:
 # ---------------------------------------------------------------- the same bits
 
 
+@pytest.mark.slow
+@pytest.mark.representative
 @examples(300)
 @given(groups(), st.randoms(use_true_random=False))
 def test_same_bits_alone_and_in_a_batch(
@@ -213,6 +215,7 @@ def test_inputs_are_never_written_to(runner: EngineRunner, request: Request) -> 
 # ---------------------------------------------------------------- stacked, as on a GPU
 
 
+@pytest.mark.slow
 @examples(150)
 @given(groups())
 def test_stacked_jobs_match_the_reference(

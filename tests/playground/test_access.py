@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 from playwright.sync_api import Page, expect
 
-from support.accessibility import THEMES, WIDTHS, overflow, problems, small_targets
+from support.accessibility import HEIGHTS, LOOKS, THEMES, overflow, problems, small_targets
 from support.browser import Open, choose_example, paste, unfold_sections, wait_until_drawn
 from support.paths import ROOT
 from support.service import Server
@@ -33,12 +33,11 @@ def unfold(page: Page) -> None:
         expect(page.locator(section)).not_to_have_attribute("aria-busy", "true")
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize(("width", "theme"), LOOKS)
 def test_page_has_no_axe_violation_and_no_overflow(
     open_page: Open, server: Server, width: int, theme: str
 ) -> None:
-    opened = open_page(server.url, width=width, height=WIDTHS[width], theme=theme)
+    opened = open_page(server.url, width=width, height=HEIGHTS[width], theme=theme)
     opened.expect_status(422)
     page = wait_until_drawn(opened)
     unfold_sections(page)
@@ -79,12 +78,14 @@ def test_page_has_no_axe_violation_and_no_overflow(
     assert problems(page) == []
 
 
-def test_examples_fit_a_narrow_window(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url, width=390, height=844)
+def test_examples_fit_narrow_and_wide_windows(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
     for example in ("layer", "local", "document", "linear-layer"):
         page = choose_example(opened, example)
         unfold(page)
-        assert overflow(page) == 0, example
+        for width in (390, 2560):
+            page.set_viewport_size({"width": width, "height": HEIGHTS[width]})
+            assert overflow(page) == 0, (example, width)
 
 
 @pytest.mark.parametrize("theme", THEMES)

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from qkv import Client
 from support.accessibility import looks, problems
 from support.browser import Open, read_weights, record_slices, wait_until_drawn
+from support.javascript import Modules
 from support.service import Server
 
 ATOL: Final = 0.51e-4  # the table has four decimals
@@ -222,7 +223,7 @@ READ: Final[list[tuple[dict[str, Any], int, str, dict[str, Any], dict[str, Any]]
 READ_CONFIGS: Final = "cases => cases.map(([c, index]) => model_config.readConfig(c, index))"
 
 
-def test_layers_of_known_models_are_read(modules: Page) -> None:
+def test_layers_of_known_models_are_read(modules: Modules) -> None:
     read = modules.evaluate(READ_CONFIGS, [case[:2] for case in READ])
     for (config, _, positions, rope, parameters), layer in zip(READ, read, strict=True):
         got = (layer["positions"], layer["rope"], layer["parameters"])
@@ -230,7 +231,7 @@ def test_layers_of_known_models_are_read(modules: Page) -> None:
         assert layer["notes"] == []
 
 
-def test_positions_of_other_models_are_not_guessed(modules: Page) -> None:
+def test_positions_of_other_models_are_not_guessed(modules: Modules) -> None:
     other = {"model_type": "codegen", "rope_theta": 1e4}
     (read,) = modules.evaluate(READ_CONFIGS, [[other, 0]])
     assert read.get("positions") is None

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from playwright.sync_api import Page
 
+from support.javascript import Modules
 from support.service import Server
 
 _LISTS: Final = {
@@ -50,7 +50,7 @@ REQUESTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 @pytest.fixture
-def written(modules: Page, url: str) -> Callable[..., str]:
+def written(modules: Modules, url: str) -> Callable[..., str]:
     """Returns the code of a request: `written("curl", path, body)`."""
 
     def write(kind: str, path: str, body: Any, at: str = url, keyed: bool = False) -> str:
@@ -113,7 +113,7 @@ def test_curl_command_gets_the_response_of_the_request(
 
 
 def test_large_body_is_read_from_a_file(
-    written: Callable[..., str], modules: Page, server: Server, tmp_path: Path
+    written: Callable[..., str], modules: Modules, server: Server, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((400, 16), np.float32) for _ in range(3))
@@ -143,7 +143,7 @@ def test_large_body_is_read_from_a_file(
 
 
 def test_arrays_are_loaded_from_their_uploaded_files(
-    modules: Page, server: Server, url: str, tmp_path: Path
+    modules: Modules, server: Server, url: str, tmp_path: Path
 ) -> None:
     value = np.random.default_rng(0).standard_normal((400, 16), np.float32)
     np.save(tmp_path / "my value.npy", value)

@@ -1,4 +1,4 @@
-"""Tests the playground's token labels in Chromium: parsing, and a number that does not fit."""
+"""Tests the playground's token labels: parsing, and a number that does not fit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Final
 
 from hypothesis import given
 from hypothesis import strategies as st
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from support.browser import Open, choose_example, read_weights, wait_until_drawn
 from support.examples import examples
+from support.javascript import Modules
 from support.service import Server
 
 SIX: Final = ["New York", "is", "a", "big", "old", "city"]
@@ -30,14 +31,14 @@ PARSED: Final = {
 }
 
 
-def test_labels_are_parsed(modules: Page) -> None:
+def test_labels_are_parsed(modules: Modules) -> None:
     parsed = modules.evaluate("texts => texts.map(labels.parseLabels)", list(PARSED))
     assert dict(zip(PARSED, parsed, strict=True)) == PARSED
 
 
 @examples(60)
 @given(st.lists(st.text(max_size=8), max_size=5))
-def test_formatted_labels_parse_to_themselves(modules: Page, labels: list[str]) -> None:
+def test_formatted_labels_parse_to_themselves(modules: Modules, labels: list[str]) -> None:
     round_trip = "list => labels.parseLabels(labels.formatLabels(list))"
     assert modules.evaluate(round_trip, labels) == labels
 

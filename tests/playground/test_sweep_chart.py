@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.examples import examples
+from support.javascript import Modules
+from support.paths import ROOT
 
 pytestmark = pytest.mark.representative
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page, Route
 
 LENGTHS: Final = [256, 512, 1024, 2048, 4096]
 VARIANTS: Final = ["softmax", "linear", "taylor"]
@@ -39,12 +41,32 @@ CELLS: Final = [cell(0, n, n * n * 1e-6) for n in LENGTHS] + [cell(1, n, n * 1e-
 REFUSED: Final = {"index": 2, "length": 4096, "problem": {"detail": "it can never fit"}}
 
 
+@pytest.fixture(scope="module")
+def empty_page(browser: Browser) -> Iterator[Page]:
+    """Returns an empty page with the modules of the chart, from the disk."""
+
+    def send_file(route: Route) -> None:
+        name = route.request.url.removeprefix("http://127.0.0.1/")
+        if name:
+            route.fulfill(path=ROOT / "service/qkv/playground" / name)
+        else:
+            route.fulfill(content_type="text/html", body="<!doctype html>")
+
+    page = browser.new_page()
+    page.route("**", send_file)
+    page.goto("http://127.0.0.1/")
+    for name in ("sweep_chart", "sweep_table"):
+        page.evaluate(f"async () => {{ window.{name} = await import('/compare/{name}.js') }}")
+    yield page
+    page.close()
+
+
 @pytest.fixture
-def draw(modules: Page) -> Iterator[Draw]:
+def draw(empty_page: Page) -> Iterator[Draw]:
     """Returns a function that draws a sweep into an SVG of a width and into a table."""
 
     def drawn(cells: list[dict[str, Any]], width: int = 1000, **options: Any) -> Page:
-        modules.evaluate(
+        empty_page.evaluate(
             """([sweep, width]) => {
                 if (!document.querySelector("svg")) {
                     document.body.innerHTML = "<svg id='s'></svg><table></table>";
@@ -55,10 +77,10 @@ def draw(modules: Page) -> Iterator[Draw]:
             }""",
             [{"cells": cells, "variants": VARIANTS, "lengths": LENGTHS} | options, width],
         )
-        return modules
+        return empty_page
 
     yield drawn
-    modules.evaluate("() => document.body.replaceChildren()")
+    empty_page.evaluate("() => document.body.replaceChildren()")
 
 
 def boxes(page: Page, selector: str) -> list[dict[str, float]]:
@@ -179,7 +201,7 @@ _MS: Final = st.one_of(st.just(0.0), st.floats(1e-6, 1e7))
     st.booleans(),
 )
 def test_chart_has_no_nan_or_infinity(
-    modules: Page, cells: list[dict[str, Any]], length: float, known: bool
+    empty_page: Page, cells: list[dict[str, Any]], length: float, known: bool
 ) -> None:
     sweep = {
         "cells": cells,
@@ -187,7 +209,7 @@ def test_chart_has_no_nan_or_infinity(
         "crossovers": [{"from": 0, "to": 1, "length": length, "between": [1, length]}],
         "lengths": LENGTHS if known else [],
     }
-    markup = modules.evaluate(
+    markup = empty_page.evaluate(
         """sweep => {
             const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
             sweep_chart.drawSweep(svg, sweep);
@@ -216,7 +238,7 @@ NO_CROSSOVER = "No two lines cross outside the range of their repeats."
     ],
 )  # fmt: skip
 def test_fastest_variant_is_described(
-    modules: Page, times: Sequence[Sequence[float | None]], crossed: list[int], expected: str
+    modules: Modules, times: Sequence[Sequence[float | None]], crossed: list[int], expected: str
 ) -> None:
     cells = [
         {"index": i, "length": length} | ({} if time is None else {"median_ms": time})

@@ -1,4 +1,4 @@
-"""Tests the playground's tensors in Chromium: JSON forms, base64 and rounding."""
+"""Tests the playground's tensors in Node.js: JSON forms, base64 and rounding."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import json
 from typing import Final
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
-from playwright.sync_api import Page
 
 from qkv.tensors import DTYPES, RawTensor
 from qkv.wire import json as wire_json
 from qkv.wire.message import Message
 from support.examples import examples
-
-pytestmark = pytest.mark.representative
+from support.javascript import Modules
 
 
 @examples(60)
 @given(st.lists(st.floats(width=64), max_size=20), st.sampled_from(["float16", "bfloat16"]))
 def test_numbers_round_to_nearest_ties_to_even(
-    modules: Page, numbers: list[float], dtype: str
+    modules: Modules, numbers: list[float], dtype: str
 ) -> None:
     # ml_dtypes rounds to bfloat16 through float32, so the numbers compared are float32
     with np.errstate(all="ignore"):
@@ -46,12 +43,12 @@ def test_numbers_round_to_nearest_ties_to_even(
 
 @examples(30)
 @given(st.binary(max_size=200_000))
-def test_base64_round_trip(modules: Page, data: bytes) -> None:
+def test_base64_round_trip(modules: Modules, data: bytes) -> None:
     text = base64.b64encode(data).decode()
     assert modules.evaluate("t => tensors.encodeBase64(tensors.decodeBase64(t))", text) == text
 
 
-def test_every_form_of_json_is_parsed(modules: Page) -> None:
+def test_every_form_of_json_is_parsed(modules: Modules) -> None:
     lists = '[[1, 2.5, "NaN"], ["Infinity", "-Infinity", 0]]'
     wire = {
         "dtype": "bfloat16",
@@ -81,7 +78,7 @@ _WRITTEN: Final = st.floats(width=32).filter(lambda x: not 2**63 <= abs(x) < 1e2
         elements=_WRITTEN,
     )
 )
-def test_lists_round_trip(modules: Page, array: np.ndarray) -> None:
+def test_lists_round_trip(modules: Modules, array: np.ndarray) -> None:
     (written,) = wire_json.encode(Message({}, {"a": RawTensor.from_numpy(array)}), "inputs")
     again = "t => JSON.stringify(tensors.toWire(uploads.readText(t).tensors.a))"
     back = modules.evaluate(again, bytes(written).decode())

@@ -1,4 +1,4 @@
-"""Tests the playground's file parsers in Chromium, with files of numpy and safetensors."""
+"""Tests the playground's file parsers in Node.js, with files of numpy and safetensors."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
-import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
-from playwright.sync_api import Page
 
 from qkv.wire import json as wire_json
 from support.examples import examples
+from support.javascript import Modules
 from support.safetensors_files import INVALID, STRICTER, VALID
-
-pytestmark = pytest.mark.representative
 
 _PARSE: Final = """files => Promise.all(files.map(async ([name, data]) => {
     const file = new File([tensors.decodeBase64(data)], name);
@@ -52,7 +49,7 @@ ARRAYS: Final = {
 }
 
 
-def parse(modules: Page, files: Iterable[tuple[str, bytes]]) -> list[Any]:
+def parse(modules: Modules, files: Iterable[tuple[str, bytes]]) -> list[Any]:
     """Returns the tensors of each file by name, as JSON for the service, or the error message."""
     encoded = [[name, base64.b64encode(data).decode()] for name, data in files]
     return [json.loads(text) for text in modules.evaluate(_PARSE, encoded)]
@@ -76,7 +73,7 @@ def as_sent(array: np.ndarray) -> np.ndarray:
     return array.astype(np.int64) if array.dtype.kind in "iu" else array
 
 
-def test_npy_of_every_version_and_byte_and_axis_order_is_parsed(modules: Page) -> None:
+def test_npy_of_every_version_and_byte_and_axis_order_is_parsed(modules: Modules) -> None:
     orders = "float64", "float16", "int64", "bool", "empty", "one"
     written: list[tuple[str, Any, bytes]]
     written = [(k, v, npy(ARRAYS[k], v)) for k in ARRAYS for v in ((1, 0), (2, 0), (3, 0))]
@@ -91,7 +88,7 @@ def test_npy_of_every_version_and_byte_and_axis_order_is_parsed(modules: Page) -
         np.testing.assert_array_equal(array, expected, strict=True, err_msg=f"{name} {form}")
 
 
-def test_safetensors_is_parsed(modules: Page) -> None:
+def test_safetensors_is_parsed(modules: Modules) -> None:
     arrays = dict(ARRAYS)
     arrays["bfloat16"] = np.linspace(-3, 3, 6).astype(ml_dtypes.bfloat16).reshape(2, 3)
     arrays["__proto__"] = np.ones(2)
@@ -102,7 +99,7 @@ def test_safetensors_is_parsed(modules: Page) -> None:
         np.testing.assert_array_equal(read[name], as_sent(array), strict=True, err_msg=name)
 
 
-def test_safetensors_that_the_page_writes_is_read_by_the_package(modules: Page) -> None:
+def test_safetensors_that_the_page_writes_is_read_by_the_package(modules: Modules) -> None:
     read = {"bfloat16": torch.linspace(-3, 3, 5).to(torch.bfloat16)}
     read |= {name: torch.from_numpy(as_sent(array)) for name, array in ARRAYS.items()}
     data = base64.b64encode(safetensors.torch.save(read)).decode()
@@ -130,7 +127,7 @@ def test_safetensors_that_the_page_writes_is_read_by_the_package(modules: Page) 
     ),
     st.booleans(),
 )
-def test_any_npy_is_parsed_exactly(modules: Page, array: np.ndarray, fortran: bool) -> None:
+def test_any_npy_is_parsed_exactly(modules: Modules, array: np.ndarray, fortran: bool) -> None:
     array = np.asfortranarray(array) if fortran else array
     (read,) = arrays_of(*parse(modules, [("x.npy", npy(array))])).values()
     np.testing.assert_array_equal(read, as_sent(array).astype(read.dtype), strict=True)
@@ -241,7 +238,7 @@ _VERDICTS: Final = """files => Promise.all(files.map(async (data) => {
 }))"""
 
 
-def test_page_has_the_verdict_of_the_service_on_a_safetensors_file(modules: Page) -> None:
+def test_page_has_the_verdict_of_the_service_on_a_safetensors_file(modules: Modules) -> None:
     """As a checkpoint and as tensors; it runs less than all dtypes, and wants a tensor."""
     files = VALID | STRICTER | INVALID
     encoded = [base64.b64encode(body).decode() for body in files.values()]
@@ -256,7 +253,7 @@ def test_page_has_the_verdict_of_the_service_on_a_safetensors_file(modules: Page
             assert messages[1] is None or "has the unsupported dtype" in messages[1], name
 
 
-def test_message_for_a_malformed_file_names_file_and_problem(modules: Page) -> None:
+def test_message_for_a_malformed_file_names_file_and_problem(modules: Modules) -> None:
     messages = parse(modules, [(name, data) for name, data, _ in MALFORMED.values()])
     for (case, (name, _, words)), message in zip(MALFORMED.items(), messages, strict=True):
         pattern = re.escape(words).replace(r"\ \.\*\ ", " .* ")
@@ -264,7 +261,7 @@ def test_message_for_a_malformed_file_names_file_and_problem(modules: Page) -> N
         assert re.match(f"{re.escape(name)}: .*{pattern}", message, re.DOTALL), (case, message)
 
 
-def test_damaged_file_is_parsed_or_rejected_with_a_message(modules: Page) -> None:
+def test_damaged_file_is_parsed_or_rejected_with_a_message(modules: Modules) -> None:
     """Each byte is changed in six ways; each file is cut at each byte."""
     damaged = []
     table = safetensors.numpy.save({"a": np.ones(3)})
@@ -280,7 +277,7 @@ def test_damaged_file_is_parsed_or_rejected_with_a_message(modules: Page) -> Non
             assert fault not in message, data
 
 
-def test_too_large_file_is_rejected_unread(modules: Page) -> None:
+def test_too_large_file_is_rejected_unread(modules: Modules) -> None:
     message = modules.evaluate(
         """() => uploads.readFile({
             name: "x.npy", size: 2 ** 40, arrayBuffer: () => { throw new Error("it was read") },

@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from support.browser import Open, answer, paste, read_weights, wait_until_drawn
 from support.examples import examples
+from support.javascript import Modules
 from support.service import Server
 
 TWO: Final = [[1.5, -2.0], [0.25, 3.0]]
@@ -50,9 +51,9 @@ PRINTED: Final = {
 }
 
 
-def read_text(page: Page, text: str) -> dict[str, Any]:
+def read_text(modules: Modules, text: str) -> dict[str, Any]:
     """Returns what the page reads from a text: lists by name, and labels."""
-    read: dict[str, Any] = page.evaluate(
+    read: dict[str, Any] = modules.evaluate(
         """text => {
             const { tensors: read, labels = [] } = uploads.readText(text);
             const lists = Object.entries(read).map(([name, one]) => [name, tensors.toWire(one)]);
@@ -63,17 +64,17 @@ def read_text(page: Page, text: str) -> dict[str, Any]:
     return read
 
 
-def test_tables_are_read_with_their_words(modules: Page) -> None:
+def test_tables_are_read_with_their_words(modules: Modules) -> None:
     for text, (rows, labels) in TABLES.items():
         assert read_text(modules, text) == {"tensors": {"tensor": rows}, "labels": labels}, text
 
 
-def test_printed_arrays_are_read(modules: Page) -> None:
+def test_printed_arrays_are_read(modules: Modules) -> None:
     for text, rows in PRINTED.items():
         assert read_text(modules, text) == {"tensors": {"tensor": rows}, "labels": []}, text
 
 
-def test_names_of_python_are_kept(modules: Page) -> None:
+def test_names_of_python_are_kept(modules: Modules) -> None:
     for text in (
         "query = np.array([[1, 2]])\nkey = tensor([[3, 4]])",
         "{'query': [[1, 2]], 'key': array([[3, 4]])}",
@@ -84,7 +85,7 @@ def test_names_of_python_are_kept(modules: Page) -> None:
 @examples(60)
 @given(st.lists(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=2),
                 min_size=2, max_size=4))  # fmt: skip
-def test_any_printed_list_and_table_is_read_exactly(modules: Page, rows: list[Any]) -> None:
+def test_any_printed_list_and_table_is_read_exactly(modules: Modules, rows: list[Any]) -> None:
     table = "\n".join("\t".join(map(repr, row)) for row in rows)
     for text in (f"x = {rows!r}", table):
         [got] = read_text(modules, text)["tensors"].values()
@@ -104,7 +105,7 @@ WRONG: Final = {
 }
 
 
-def test_message_for_a_wrong_text_names_its_place(modules: Page) -> None:
+def test_message_for_a_wrong_text_names_its_place(modules: Modules) -> None:
     for text, message in WRONG.items():
         got = modules.evaluate(
             "text => { try { uploads.readText(text) } catch (e) { return e.message } }", text

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,11 +22,8 @@ from support.service_processes import (
     PATH,
     SAFETENSORS,
     address,
-    child_pids,
     device_process_pids,
     refuses_connections,
-    repeat_in_threads,
-    status_of,
 )
 
 Start = Callable[..., Process]
@@ -73,52 +67,6 @@ def metric(url: str, name: str) -> dict[str, float]:
         for sample in family.samples
         if sample.name == f"qkv_device_process_{name}"
     }
-
-
-@contextmanager
-def clients(url: str) -> Iterator[list[str]]:
-    """Sends requests from eight threads, without any retry; yields whether outputs are right."""
-    bodies = [body(seed, 64 if seed % 2 else 256) for seed in range(8)]
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
-        expected = [output(http.post(PATH, content=b, headers=SAFETENSORS)) for b in bodies]
-
-        def once(index: int) -> str:
-            try:
-                response = http.post(PATH, content=bodies[index], headers=SAFETENSORS)
-            except httpx.TransportError as error:
-                return type(error).__name__
-            if response.status_code != 200:
-                return response.text
-            return "right" if output(response) == expected[index] else "wrong"
-
-        with repeat_in_threads(8, once) as seen:
-            yield seen
-
-
-def wait_for_more(seen: list[str], count: int = 100) -> None:
-    before = len(seen)
-    wait_until(lambda: len(seen) > before + count)
-
-
-def test_killed_device_process_costs_no_request_and_gets_work_again(start: Start) -> None:
-    service = start()
-    with clients(service.url) as seen:
-        wait_for_more(seen)
-        assert min(metric(service.url, "requests_total").values()) > 0
-        victim, other = device_process_pids(service)
-        os.kill(victim, signal.SIGKILL)
-        while victim in child_pids(service.popen.pid):
-            assert status_of(service.url, "/readyz") == 200
-        wait_until(lambda: min(metric(service.url, "up").values()) == 1)
-        assert sum(metric(service.url, "restarts_total").values()) == 1
-        before = metric(service.url, "requests_total")
-        wait_for_more(seen)
-        after = metric(service.url, "requests_total")
-        assert status_of(service.url, "/readyz") == status_of(service.url, "/livez") == 200
-    assert Counter(seen).keys() == {"right"}
-    assert all(after[number] > before[number] for number in before)
-    assert other in device_process_pids(service)
-    assert service.end() == 0
 
 
 def test_metrics_and_statistics_are_sums_over_both(start: Start) -> None:
@@ -169,39 +117,6 @@ def test_sigterm_completes_the_jobs_of_both(start: Start) -> None:
         assert len({output(run.result(TIMEOUT_S)) for run in runs}) == 1
     assert service.wait() == 0
     assert not any("exited" in line for line in service.lines)
-
-
-def test_stuck_device_process_is_replaced_and_its_jobs_run_on_the_other(start: Start) -> None:
-    service = start(QKV_STUCK_S="1")
-    victim, _ = device_process_pids(service)
-    with clients(service.url) as seen:
-        wait_for_more(seen)
-        os.kill(victim, signal.SIGSTOP)
-        wait_until(lambda: victim not in child_pids(service.popen.pid))
-        wait_until(lambda: min(metric(service.url, "up").values()) == 1)
-        wait_until(lambda: status_of(service.url, "/livez") == 200)
-        wait_for_more(seen)
-    assert Counter(seen).keys() == {"right"}
-    assert any("is stuck; ending it" in line for line in service.lines)
-    assert service.end() == 0
-
-
-def test_service_continues_without_a_device_process_that_fails_at_each_start(
-    start: Start, tmp_path: Path
-) -> None:
-    broken = tmp_path / "broken"
-    service = start("support.broken_start", BROKEN=str(broken))
-    broken.touch()
-    with clients(service.url) as seen:
-        os.kill(device_process_pids(service)[0], signal.SIGKILL)
-        wait_until(lambda: sum(metric(service.url, "restarts_total").values()) >= 3)
-        assert sum(metric(service.url, "up").values()) == 1
-        assert status_of(service.url, "/readyz") == 200
-        wait_for_more(seen)
-        broken.unlink()
-        wait_until(lambda: sum(metric(service.url, "up").values()) == 2)
-    assert Counter(seen).keys() == {"right"}
-    assert service.end() == 0
 
 
 @pytest.mark.process

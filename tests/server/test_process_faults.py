@@ -9,14 +9,12 @@ from __future__ import annotations
 import ast
 import json
 import os
-import random
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +30,7 @@ from support.known_requests import assert_problem
 from support.ports import free_port
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service import Server
-from support.service_processes import address, child_pids, is_alive, repeat_in_threads
+from support.service_processes import address
 
 PATH: Final = "/v1/attention/softmax"
 PACKAGE: Final = Path(qkv.__file__).parent
@@ -62,63 +60,6 @@ def output(http: httpx.Client, size: str, seed: int = 0) -> bytes:
 
 
 # killed processes
-
-
-@contextmanager
-def retrying_clients(url: str, count: int) -> Iterator[list[bool]]:
-    """Runs clients that retry, with small and large requests; yields whether outputs are right."""
-    with ExitStack() as stack:
-        clients = [stack.enter_context(qkv.Client(url, retries=8)) for _ in range(count)]
-        kinds = [(("small", "large")[index % 2], index) for index in range(count)]
-        expected = [clients[0].attend("softmax", **arrays(*kind)).output for kind in kinds]
-
-        def once(index: int) -> bool:
-            found = clients[index].attend("softmax", **arrays(*kinds[index])).output
-            return bool((found == expected[index]).all())
-
-        with repeat_in_threads(count, once) as seen:
-            yield seen
-
-
-@pytest.mark.slow
-def test_retrying_clients_see_no_error_when_workers_are_killed(command: Command) -> None:
-    started = command("serve", "--port", "0", "--workers", "2")
-    draw = random.Random(0)
-    with retrying_clients(started.url, 4) as seen:
-        for _ in range(4):
-            count = len(seen)
-            wait_until(lambda count=count: len(seen) > count + 20)  # type: ignore[misc]
-            time.sleep(
-                1.1 + draw.random() / 10
-            )  # a process that exits within its first second is restarted a second later
-            os.kill(draw.choice(child_pids(started.popen.pid)), signal.SIGKILL)
-        count = len(seen)
-        wait_until(lambda: len(seen) > count + 50)
-    assert all(seen)
-    assert started.end() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at_once", [True, False])
-def test_retrying_clients_see_no_error_when_the_service_is_restarted(
-    command: Command, at_once: bool
-) -> None:
-    """Kills all processes with SIGKILL, or the supervisor only, whose workers then exit."""
-    port = str(free_port())
-    words = ("serve", "--port", port, "--workers", "2")
-    first = command(*words)
-    with retrying_clients(first.url, 4) as seen:
-        wait_until(lambda: len(seen) > 20)
-        workers = child_pids(first.popen.pid)
-        for pid in [*workers, first.popen.pid] if at_once else [first.popen.pid]:
-            os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not any(map(is_alive, workers)))
-        count = len(seen)
-        second = command(*words)
-        assert second.url == first.url
-        wait_until(lambda: len(seen) > count + 50)
-    assert all(seen)
-    assert second.end() == 0
 
 
 # device errors
@@ -254,9 +195,10 @@ def test_stalled_connections_delay_no_other_request(server: Server) -> None:
 
 
 def test_half_closed_connection_ends_soon(server: Server) -> None:
-    """A client that has closed its sending side gets its response or is disconnected."""
+    """A client that has closed its sending side gets its whole response or none."""
     for size in SIZES:
         headers, body = request_of(size)
+        right = output(server.http, size)
         with ExitStack() as stack:
             connection = connected(server, stack)
             connection.sendall(head(headers, body) + body)
@@ -264,7 +206,10 @@ def test_half_closed_connection_ends_soon(server: Server) -> None:
             received = b""
             while more := connection.recv(1 << 16):
                 received += more
-        assert received == b"" or received.startswith(b"HTTP/1.1 200 ")
+        if received:
+            top, _, content = received.partition(b"\r\n\r\n")
+            assert top.startswith(b"HTTP/1.1 200 ")
+            assert bytes(safetensors.decode(content, "outputs").tensors["output"].data) == right
     server.wait_until_queued(0)
 
 
@@ -343,38 +288,6 @@ def test_clock_jump_changes_no_output_and_no_deadline(
             assert served.http.post(infer, json=document).status_code == status
     (stats,) = served.http.get("/v2/models/softmax/stats").json()["model_stats"]
     assert abs(stats["last_inference"] / 1e3 - time.time()) < TIMEOUT_S
-
-
-@pytest.mark.slow
-def test_paused_service_continues(command: Command) -> None:
-    """A machine that sleeps or migrates pauses all processes beyond every timeout.
-
-    No process counts as stuck, and no client times out.
-    """
-    limits = {"QKV_STUCK_S": "1", "QKV_STUCK_DEVICE_S": "1", "QKV_READ_TIMEOUT_S": "1"}
-    started = command("serve", "--port", "0", "--workers", "2", **limits)
-    headers, body = request_of("large")
-    whole = head(headers, body) + body
-    with retrying_clients(started.url, 4) as seen:
-        pids = [started.popen.pid, *child_pids(started.popen.pid)]
-        for _ in range(2):
-            count = len(seen)
-            wait_until(lambda count=count: len(seen) > count + 20)  # type: ignore[misc]
-            with socket.create_connection(address(started), TIMEOUT_S) as slow:
-                slow.sendall(whole[:1000])
-                for pid in pids:
-                    os.kill(pid, signal.SIGSTOP)
-                time.sleep(3)
-                for pid in pids:
-                    os.kill(pid, signal.SIGCONT)
-                slow.sendall(whole[1000:])
-                assert safetensors.decode(read(slow), "outputs").tensors
-        with httpx.Client(base_url=started.url, timeout=TIMEOUT_S) as http:
-            wait_until(lambda: http.get("/livez").status_code == 200)
-            assert http.get("/readyz").status_code == 200
-    assert all(seen)
-    assert child_pids(started.popen.pid) == pids[1:]
-    assert started.end() == 0
 
 
 def test_wall_clock_is_read_for_displayed_times_only() -> None:

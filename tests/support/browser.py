@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,10 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 import pytest
 
-import qkv
-
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Route
+    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page
 
 CHROMIUM_FLAGS: Final = (
     "--no-sandbox",  # CI runs as root in a container
@@ -32,21 +29,6 @@ CHROMIUM_FLAGS: Final = (
 )
 
 TIMEOUT_MS: Final = 30_000.0
-
-PLAYGROUND: Final = Path(qkv.__file__).parent / "playground"
-
-MODULES: Final = (
-    "checkpoint/checkpoint_files",
-    "checkpoint/model_config",
-    "compare/sweep_chart",
-    "compare/sweep_table",
-    "copy/code_snippets",
-    "data/safetensors",
-    "data/tensors",
-    "data/uploads",
-    "inputs/labels",
-)
-"""Modules that do not use the page; tests import each as `window.<file name>`."""
 
 
 @dataclass
@@ -89,39 +71,39 @@ Open = Callable[..., WatchedPage]
 
 _running = contextlib.ExitStack()
 _browsers: list[Browser] = []
-_modules: list[Page] = []
 
 
 @pytest.fixture(scope="module")
 def browser() -> Browser:
     """Returns Debian's Chromium; it runs until a test of this process does not use it.
 
-    Skips the tests if Chromium is not installed, unless NEED_CHROMIUM is set, as in .ci/run.
+    Skips the tests if Chromium is not installed.
     """
     from playwright.sync_api import expect, sync_playwright  # slow to import
 
     executable = shutil.which("chromium")
-    if not executable and "NEED_CHROMIUM" not in os.environ:
+    if not executable:
         pytest.skip("needs Debian's chromium")
     if not _browsers:
         expect.set_options(timeout=TIMEOUT_MS)
         chromium = _running.enter_context(sync_playwright()).chromium
-        _browsers.append(
-            chromium.launch(executable_path=executable or "chromium", args=list(CHROMIUM_FLAGS))
-        )
+        _browsers.append(chromium.launch(executable_path=executable, args=list(CHROMIUM_FLAGS)))
         _running.callback(_browsers[0].close)
     return _browsers[0]
 
 
 def end_browser(next_test: pytest.Item | None) -> None:
-    """Ends Chromium unless the next test uses it.
+    """Ends Chromium unless the next test uses it, or is among those that do.
 
     While Playwright runs, its event loop occupies the thread: `asyncio.run` of another test fails.
     """
-    if "browser" not in getattr(next_test, "fixturenames", ()):
-        _modules.clear()
+    if not next_test or not _is_near_browser(next_test):
         _browsers.clear()
         _running.close()
+
+
+def _is_near_browser(test: pytest.Item) -> bool:
+    return test.nodeid.startswith("tests/playground/") or "browser" in test.fixturenames  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -184,34 +166,6 @@ def watch(watched: WatchedPage, host: str) -> None:
     watched.page.on("requestfinished", on_finished)
     watched.page.on("pageerror", lambda error: watched.complaints.append(f"uncaught: {error}"))
     watched.page.on("request", on_request)
-
-
-@pytest.fixture(scope="module")
-def modules(browser: Browser) -> Page:
-    """Returns the empty page with the modules, by their names; all tests share it.
-
-    Its files come from the disk: it needs no service.
-    """
-    if not _modules:
-        page = browser.new_page()
-        page.route("**", _send_file)
-        page.goto("http://127.0.0.1/")
-        for module in MODULES:
-            name = module.rpartition("/")[2]
-            page.evaluate(
-                f"async () => {{ window.{name} = await import('/playground/{module}.js') }}"
-            )
-        _modules.append(page)
-    return _modules[0]
-
-
-def _send_file(route: Route) -> None:
-    """Sends a module of the playground, or an empty page."""
-    _, _, name = route.request.url.partition("/playground/")
-    if name:
-        route.fulfill(path=PLAYGROUND / name)
-    else:
-        route.fulfill(content_type="text/html", body="<!doctype html>")
 
 
 def wait_until_drawn(opened: WatchedPage) -> Page:

@@ -1,4 +1,4 @@
-"""A device that fails: `python -m support.failing_device` runs `qkv` on it.
+"""A device that fails.
 
 The first number of a request's query selects the failure.
 """
@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-import qkv.api.app
-from qkv.cli.main import main
 from qkv.engine.device.cpu import CpuDevice
-from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, launch
 from qkv.jobs.job import Job
 
@@ -61,9 +57,3 @@ class FailingDevice(CpuDevice):
     def is_fatal(self, error: BaseException) -> bool:
         """Returns True after a sticky failure."""
         return bool(broken) and isinstance(error, RuntimeError)
-
-
-if __name__ == "__main__":
-    qkv.api.app.Engine = partial(Engine, launch=failing)  # type: ignore[assignment, attr-defined]
-    qkv.api.app.new_device = lambda *_: FailingDevice()  # type: ignore[attr-defined]
-    main(prog_name="qkv")

@@ -5,7 +5,6 @@ Their requirements differ from those of the service, so that they are not instal
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -36,14 +35,14 @@ def python_generators(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the generator for TypeScript is installed.
 
-    Skips the tests if npm is not installed, unless NEED_NODE is set, as in .ci/run.
+    Skips the tests if npm is not installed.
     """
     npm = shutil.which("npm")
-    if not npm and "NEED_NODE" not in os.environ:
+    if not npm:
         pytest.skip("needs npm")
     folder = tmp_path_factory.mktemp("node")
     (folder / "package.json").write_text('{"type": "module"}')
-    run(folder, npm or "npm", "install", "--no-audit", "--no-fund", *NODE_PACKAGES)
+    run(folder, npm, "install", "--no-audit", "--no-fund", *NODE_PACKAGES)
     return folder
 
 

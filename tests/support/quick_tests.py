@@ -1,6 +1,7 @@
 """The part of the tests that `make test` runs, and the rest.
 
 `make test` runs the cheap tests and the representative ones, of each test at most four cases.
+The rest is every other case: no test is in both.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from zlib import crc32
 
 import pytest
 
-__all__ = ["PARTS", "part_of"]
+__all__ = ["PARTS", "is_expensive", "part_of"]
 
 PARTS: Final = ("quick", "rest")
 EXPENSIVE: Final = frozenset({"process", "browser", "install", "slow"})
@@ -21,8 +22,6 @@ MAX_CASES: Final = 4
 
 def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:
     """Returns the tests of a part in their order.
-
-    Property tests are in both: `make test` draws few examples of each.
 
     Args:
         items: all tests, with their markers.
@@ -33,14 +32,16 @@ def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:
         for cases in _cases_by_function(filter(_is_quick, items)).values()
         for case in _few_cases(cases)
     }
-    if part == "quick":
-        return [item for item in items if item in quick]
-    return [item for item in items if item not in quick or item.get_closest_marker("hypothesis")]
+    return [item for item in items if (item in quick) == (part == "quick")]
+
+
+def is_expensive(item: pytest.Item) -> bool:
+    """True for a test whose marker names a reason why it takes long."""
+    return not EXPENSIVE.isdisjoint(marker.name for marker in item.iter_markers())
 
 
 def _is_quick(item: pytest.Item) -> bool:
-    markers = {marker.name for marker in item.iter_markers()}
-    return "representative" in markers or not markers & EXPENSIVE
+    return item.get_closest_marker("representative") is not None or not is_expensive(item)
 
 
 def _cases_by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:

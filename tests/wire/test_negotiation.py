@@ -277,21 +277,28 @@ DEEP = "[" * 3000 + "]" * 3000
 
 @pytest.mark.parametrize("field", ["parameters", "outputs", "weights", "layer", "dtype", "new"])
 @pytest.mark.parametrize(
-    "value",
+    ("value", "status"),
     [
-        DEEP, f'{{"causal": {DEEP}}}', '{"scale": 1e400}', '{"query_offset": 1e400}',
-        '{"window": [1e400, 1]}', '{"softcap": -1e400}', f'{{"query_offset": {2**70}}}',
-        f'{{"scale": {10**400}}}', f'{{"seed": {2**64}}}', f'{{"window": [{2**63}, 1]}}',
-        '{"\\ud800": 1}', '"\\ud800"', '["\\ud800"]', '{"layout": "\\ud800"}', '{"a\\u0000b": 1}',
+        *((value, 400) for value in (
+            DEEP, f'{{"causal": {DEEP}}}', '{"scale": 1e400}', '{"query_offset": 1e400}',
+            '{"window": [1e400, 1]}', '{"softcap": -1e400}', f'{{"scale": {10**400}}}',
+            '{"\\ud800": 1}', '"\\ud800"', '["\\ud800"]', '{"layout": "\\ud800"}',
+        )),
+        *((value, 422) for value in (
+            f'{{"query_offset": {2**70}}}', f'{{"seed": {2**64}}}', f'{{"window": [{2**63}, 1]}}',
+            '{"a\\u0000b": 1}',
+        )),
     ],
-    ids=lambda value: value[:24],
+    ids=lambda value: str(value)[:24],
 )  # fmt: skip
-def test_invalid_fields_in_metadata_are_rejected(server: Server, field: str, value: str) -> None:
-    """Python's parser of metadata accepts text that simdjson rejects."""
+def test_invalid_fields_in_metadata_are_rejected(
+    server: Server, field: str, value: str, status: int
+) -> None:
+    """400 is for text that simdjson rejects too; Python's parser of metadata accepts it."""
     metadata = {"__metadata__": {"qkv": f'{{"{field}": {value}}}'}}
     plain = body_of(TENSORS, CASE.inputs, {})
     length = int.from_bytes(plain[:8], "little")
     header = stdlib.dumps(stdlib.loads(plain[8 : 8 + length]) | metadata).encode()
     content = len(header).to_bytes(8, "little") + header + plain[8 + length :]
     response = post(server, content, came=TENSORS)
-    assert_problem(response, 400 if response.status_code == 400 else 422)
+    assert_problem(response, status)

@@ -195,6 +195,7 @@ OBJECTS: Final = st.lists(
 ).map(lambda pairs: f"{{{','.join(f'{name}:{value}' for name, value in pairs)}}}")
 
 
+@pytest.mark.slow
 @examples(1500)
 @given(OBJECTS)
 @example('{"a":{"b":":","b":1}}')
@@ -209,6 +210,7 @@ def test_object_equals_that_of_the_document(text: str) -> None:
         assert repr(plain) == found
 
 
+@pytest.mark.slow
 @examples(1000)
 @given(st.data())
 def test_changed_body_has_the_same_outcome_in_every_codec(data: st.DataObject) -> None:

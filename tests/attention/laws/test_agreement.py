@@ -13,6 +13,8 @@ from support.variant_calls import VARIANTS
 from support.variant_draws import calls
 
 
+@pytest.mark.slow
+@pytest.mark.representative
 @examples(500)
 @given(data=st.data(), block=st.none() | st.integers(1, 300))
 @pytest.mark.parametrize("name", VARIANTS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,12 +27,8 @@ from support.known_requests import assert_problem, random_case
 from support.paths import ROOT
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service_processes import (
-    RawRequest,
-    address,
     child_pids,
     device_process_pid,
-    is_alive,
-    repeat_in_threads,
     slow_request_body,
     status_of,
     wait_until_computing,
@@ -46,15 +41,15 @@ SAFETENSORS: Final = {"Content-Type": "application/vnd.safetensors"}
 Start = Callable[..., Process]
 
 
-def starter(command: Start, module: str) -> Start:
-    """Returns a function that starts the service of a module."""
+def starter(command: Start, **words: str) -> Start:
+    """Returns a function that starts the service, of another module and with other variables."""
 
     def started(workers: int = WORKERS, **environment: str) -> Process:
         paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         tests = {"PYTHONPATH": os.pathsep.join(paths)}
         environment = {"QKV_DEVICE_PROCESS": "one"} | tests | environment
         arguments = ("serve", "--port", "0", "--workers", str(workers))
-        process = command(*arguments, module=module, **environment)
+        process = command(*arguments, **words | environment)
         assert process.url
         return process
 
@@ -64,26 +59,21 @@ def starter(command: Start, module: str) -> Start:
 @pytest.fixture
 def start(command: Start) -> Start:
     """Starts the service on the CPU."""
-    return starter(command, "qkv")
+    return starter(command)
 
 
-@pytest.fixture(params=["qkv", "support.pretended_service"], ids=["cpu", "pretended"])
+@pytest.fixture(params=["cpu", "pretended"])
 def start_any(command: Start, request: pytest.FixtureRequest) -> Start:
     """Starts the service on the CPU, and on a pretended accelerator.
 
     Long sequences run on the CPU only: on the other, scores take memory for each pair.
     """
-    return starter(command, request.param)
+    return starter(command, module="support.faulty_service", DEVICE=request.param)
 
 
 @pytest.fixture
 def service_process(start: Start) -> Process:
     return start()
-
-
-@pytest.fixture
-def served(start_any: Start) -> Process:
-    return start_any()
 
 
 def random_arrays(seed: int, length: int = 64, heads: int = 4) -> dict[str, Any]:
@@ -203,76 +193,6 @@ def test_batches_form_across_workers(start_any: Start) -> None:
             if largest > len(arrays) / WORKERS + 1:
                 return
         raise AssertionError(f"no batch of more than {largest}")
-
-
-def test_killed_device_process_is_restarted_and_no_output_is_wrong(
-    served: Process,
-) -> None:
-    arrays = random_arrays(0)
-    with qkv.Client(served.url) as client:
-        expected = client.attend("softmax", **arrays).output
-    clients = [qkv.Client(served.url, retries=0) for _ in range(8)]
-
-    def once(index: int) -> str:
-        try:
-            output = clients[index].attend("softmax", **arrays).output
-        except qkv.QkvError as error:
-            return type(error).__name__
-        return "right" if (output == expected).all() else "wrong"
-
-    time.sleep(1.1)
-    with repeat_in_threads(8, once) as seen:
-        for _ in range(2):
-            count = len(seen)
-            wait_until(lambda count=count: len(seen) > count + 200)  # type: ignore[misc]
-            victim = device_process_pid(served)
-            os.kill(victim, signal.SIGKILL)
-            wait_until(lambda victim=victim: victim not in child_pids(served.popen.pid))  # type: ignore[misc]
-            wait_until(lambda: status_of(served.url, "/readyz") == 200)
-            assert device_process_pid(served) != victim
-            time.sleep(1.1)
-        count = len(seen)
-        wait_until(lambda: len(seen) > count + 200)
-    for client in clients:
-        client.close()
-    assert set(seen) == {"right", "ServiceUnavailable"}
-    assert len(child_pids(served.popen.pid)) == WORKERS + 1
-    assert served.end() == 0
-
-
-def test_readyz_fails_while_the_device_process_restarts(served: Process) -> None:
-    time.sleep(1.1)
-    with httpx.Client(base_url=served.url, timeout=TIMEOUT_S) as client:
-        assert client.get("/readyz").status_code == 200
-        os.kill(device_process_pid(served), signal.SIGKILL)
-        wait_until(lambda: client.get("/readyz").status_code == 503)
-        assert client.get("/livez").status_code == 200
-        assert client.post(PATH, content=body(4), headers=SAFETENSORS).status_code == 503
-        wait_until(lambda: client.get("/readyz").status_code == 200)
-        assert client.post(PATH, content=body(4), headers=SAFETENSORS).status_code == 200
-
-
-def test_clients_that_retry_see_no_error_during_a_restart(served: Process) -> None:
-    arrays = random_arrays(0)
-    # a new device process imports torch: on a busy machine that takes more than eight attempts
-    clients = [qkv.Client(served.url, retries=60) for _ in range(4)]
-    expected = clients[0].attend("softmax", **arrays).output
-
-    def once(index: int) -> bool:
-        return bool((clients[index].attend("softmax", **arrays).output == expected).all())
-
-    time.sleep(1.1)
-    with repeat_in_threads(4, once) as seen:
-        wait_until(lambda: len(seen) > 50)
-        victim = device_process_pid(served)
-        os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: victim not in child_pids(served.popen.pid))
-        wait_until(lambda: status_of(served.url, "/readyz") == 200)
-        count = len(seen)
-        wait_until(lambda: len(seen) > count + 50)
-    assert all(seen)
-    for client in clients:
-        client.close()
 
 
 def test_memory_of_a_killed_worker_is_free_again(start: Start) -> None:
@@ -424,53 +344,3 @@ def test_memory_of_a_large_request_returns_to_the_system(process: Process, share
 
     kept = 2 * RETAINED_BYTES >> 20  # of both workers: the device process uses all pages
     wait_until(lambda: shared_memory() <= kept + 1)
-
-
-def test_sigterm_under_load_resets_no_connection(served: Process) -> None:
-    host, port = address(served)
-    bodies = [body(4), body(256, 8), slow_request_body(1024)]
-    seen = list[int | OSError]()
-
-    def keep_sending(index: int) -> None:
-        with socket.create_connection((host, port), TIMEOUT_S) as connection:
-            while True:
-                request = RawRequest(connection, bodies[index % len(bodies)], SAFETENSORS)
-                seen.append(request.error or request.status * request.whole)
-                if request.error or request.closing or not request.status:
-                    return
-
-    with ThreadPoolExecutor(60) as pool:
-        loops = [pool.submit(keep_sending, index) for index in range(60)]
-        wait_until(lambda: len(seen) > 200)
-        served.popen.send_signal(signal.SIGTERM)
-        for loop in loops:
-            loop.result(TIMEOUT_S)
-    assert set(seen) == {200}, Counter(seen)
-    assert served.wait() == 0
-    assert not any("Traceback" in line or " exited " in line for line in served.lines)
-
-
-def test_sigterm_before_ready_exits_cleanly(command: Start) -> None:
-    for wait_s in (0.0, 0.2):
-        started = command("serve", "--port", "0", "--workers", "2", QKV_DEVICE_PROCESS="one")
-        wait_until(lambda started=started: len(child_pids(started.popen.pid)) == 3)  # type: ignore[misc]
-        time.sleep(wait_s)
-        assert started.end() == 0
-        assert not any("Traceback" in line for line in started.lines), started.lines
-
-
-def test_all_processes_exit_after_the_supervisor(service_process: Process) -> None:
-    every = child_pids(service_process.popen.pid)
-    assert len(every) == WORKERS + 1
-    service_process.popen.kill()
-    wait_until(lambda: not any(map(is_alive, every)))
-
-
-def test_livez_fails_while_the_device_process_is_stopped(start_any: Start) -> None:
-    service_process = start_any(QKV_STUCK_S="1")
-    device = device_process_pid(service_process)
-    os.kill(device, signal.SIGSTOP)
-    wait_until(lambda: status_of(service_process.url, "/livez") == 503)
-    os.kill(device, signal.SIGCONT)
-    wait_until(lambda: status_of(service_process.url, "/livez") == 200)
-    assert service_process.end() == 0

@@ -51,6 +51,7 @@ ANYTHING: Final = strategies.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @examples(300)
 @hypothesis.given(
     strategies.dictionaries(

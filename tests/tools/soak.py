@@ -4,7 +4,7 @@ The requests have every variant, small and large, in every format. Some are malf
 cancelled. Every response is compared with the float64 reference. A short report has counts, times
 and the growth of memory; the exit status is 1 if a check failed.
 
-    python tests/soak.py [--minutes 20] [--seed 0]
+    python tests/tools/soak.py [--minutes 20] [--seed 0]
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 from bodies import FORMATS
 from service import Service, running_service
 
-from support.soak_requests import LENGTHS, SoakRequest, generate_soak_requests
+from tools.soak_requests import LENGTHS, SoakRequest, generate_soak_requests
 
 CLIENTS: Final = 2
 MAX_BODY_BYTES: Final = 4 << 20  # QKV_MAX_BODY_BYTES of the service

@@ -1,4 +1,4 @@
-"""A pytest plugin for `tests/mutants.py`: notes the lines of each test, or runs chosen tests.
+"""A pytest plugin for `tests/tools/mutants.py`: notes the lines of each test, or runs some tests.
 
 It imports nothing of this repository, because it also runs in the suite of another checkout.
 """
@@ -6,17 +6,34 @@ It imports nothing of this repository, because it also runs in the suite of anot
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+_SHARED = ("shared_process", "service_process", "cluster", "haproxy", "installed", "copied_package")
+"""Fixtures that start processes which several tests use."""
+
+# A process that a test starts has the test as its context. Forks and `os._exit` are patched,
+# because workers are forked, and some end with it.
+_CONFIG = """[run]
+data_file = {lines}/processes
+parallel = true
+include = {of}/*
+context = ${{JUDGED_TEST}}
+sigterm = true
+patch = fork, _exit
+disable_warnings = no-data-collected, module-not-measured, module-not-imported, trace-changed
+"""
+_VARIABLES = ("COVERAGE_PROCESS_START", "JUDGED_TEST")
+
 _tracing: list[Any] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options that `tests/mutants.py` passes."""
+    """Adds the options that `mutants.py` passes."""
     parser.addoption("--chosen", help="a JSON list of ids: run these tests, in this order")
     parser.addoption("--noted", help="file for the start and the end of each test")
     parser.addoption("--lines", help="folder for the executed lines, with the tests as contexts")
@@ -40,6 +57,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         traced.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured"])
         traced.start()
         _tracing.append(traced)
+        config = Path(options.lines, "processes.ini")
+        config.write_text(_CONFIG.format(lines=options.lines, of=options.of))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -52,14 +71,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    """Attributes lines to the test, with its fixtures."""
-    for traced in _tracing:
-        traced.switch_context(item.nodeid)
+    """Attributes lines to the test, with its fixtures, here and in processes that it starts."""
+    if not _tracing:
+        return (yield)
+    lines = item.config.option.lines
+    shared = [name for name in _SHARED if name in getattr(item, "fixturenames", ())]
+    if shared:
+        with open(Path(lines, f"shared.{os.getpid()}.jsonl"), "a") as file:
+            file.write(json.dumps({"test": item.nodeid, "shared": shared}) + "\n")
+    os.environ |= dict(zip(_VARIABLES, (f"{lines}/processes.ini", item.nodeid), strict=True))
+    _tracing[0].switch_context(item.nodeid)
     try:
         return (yield)
     finally:
-        for traced in _tracing:
-            traced.switch_context("")
+        _tracing[0].switch_context("")
+        for name in _VARIABLES:
+            os.environ.pop(name, None)
 
 
 class _Notes:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.judged_suite import Suite
-from support.mutations import function_lines, mutants_of
+from tools.judged_suite import Suite
+from tools.mutations import function_lines, mutants_of
 
 TEXT = '''"""A module with 3 lines."""
 __all__ = ["f"][:1]

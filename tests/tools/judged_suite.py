@@ -1,4 +1,4 @@
-"""A suite of tests that `tests/mutants.py` judges: what its tests execute, and runs of some."""
+"""A suite of tests that `mutants.py` judges: what its tests execute, and runs of some."""
 
 from __future__ import annotations
 
@@ -12,21 +12,29 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from py_compile import PycInvalidationMode
 from typing import Any, Final
 
 import pytest
 
-from support.mutations import Mutant, function_lines
+from tools.mutations import Mutant, function_lines
 
-__all__ = ["IN_PROCESSES", "Outcome", "Suite", "read_notes"]
+__all__ = ["Outcome", "Suite", "read_notes"]
 
-IN_PROCESSES: Final = ("server/", "engine/remote/")
-"""Code that runs in processes of a server, where no test's lines are seen."""
+_PROCESS: Final = """import os
+if "COVERAGE_PROCESS_START" in os.environ:
+    try:
+        import coverage
+    except ImportError:  # an environment of its own
+        pass
+    else:
+        coverage.process_startup()
+"""
+"""sitecustomize.py beside the code: traces the processes that traced tests start."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +67,13 @@ class Suite:
     Attributes:
         code: a copy of the code, which comes first on the path of the tests.
         seconds: the tests that pass without a mutant, and the seconds of each.
-        failed_count: number of tests that fail without a mutant, and are left out.
+        failed: tests that fail without a mutant, and are left out.
     """
 
     def __init__(self, tests: Path, notes: Path, service: Path, *options: str) -> None:
         self.code = notes / "code"
         self.seconds: dict[str, float] = {}
-        self.failed_count = 0
+        self.failed: list[str] = []
         self._root, self._notes = tests.resolve().parent, notes
         self._lines, self._options = notes / "lines", options
         self._copy_code(service)
@@ -82,43 +90,86 @@ class Suite:
         mode = PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(self.code, quiet=1, invalidation_mode=mode)
 
-    def trace(self, markers: str) -> None:
-        """Runs the tests with these markers, if no earlier run has ended, and reads its notes."""
-        whole, noted = self._lines / "whole", self._lines / "tests.jsonl"
-        if not whole.exists():
-            shutil.rmtree(self._lines, ignore_errors=True)
-            self._lines.mkdir()
-            words = ["-n", "2", "--dist", "worksteal", "-m", markers, "--lines", str(self._lines)]
-            words += ["--of", str(self.code / "qkv"), "--noted", str(noted), "tests"]
-            self._start(*words).wait()
-            whole.touch()
+    def trace(self, files: Iterable[str], markers: str = "not gpu") -> None:
+        """Runs tests with the lines that each executes, and reads the notes.
+
+        A run that was interrupted goes on with the folder of tests in which it was.
+
+        Args:
+            files: paths of test files from the root of the checkout.
+            markers: of the tests, an expression of pytest.
+        """
+        by_folder: defaultdict[str, list[str]] = defaultdict(list)
+        for file in sorted(files):
+            by_folder["/".join(file.split("/")[:-1][:2])].append(file)
+        customised = self.code / "sitecustomize.py"
+        customised.write_text(_PROCESS)
+        for folder, its_files in by_folder.items():
+            lines = self._lines / folder.replace("/", ".")
+            if not (lines / "whole").exists():
+                shutil.rmtree(lines, ignore_errors=True)
+                lines.mkdir(parents=True)
+                words = ["-n", "2", "--dist", "loadfile", "-m", markers, "--lines", str(lines)]
+                words += ["--of", str(self.code / "qkv"), "--noted", str(lines / "tests.jsonl")]
+                self._start(*words, *its_files).wait()
+                (lines / "whole").touch()
+        customised.unlink()
+        self._read_outcomes()
+
+    def _read_outcomes(self) -> None:
         outcomes: defaultdict[str, set[str]] = defaultdict(set)
         seconds: Counter[str] = Counter()
-        for note in read_notes(noted):
+        for note in self._traced("tests.jsonl"):
             if note["event"] != "start":
                 outcomes[note["test"]].add(note["outcome"])
                 seconds[note["test"]] += note["seconds"]
         self.seconds = {name: seconds[name] for name in outcomes if outcomes[name] == {"passed"}}
-        self.failed_count = sum("failed" in found for found in outcomes.values())
+        self.failed = [name for name, found in outcomes.items() if "failed" in found]
+
+    def _traced(self, pattern: str) -> Iterator[dict[str, Any]]:
+        for file in self._lines.glob(f"*/{pattern}"):
+            yield from read_notes(file)
+
+    @cached_property
+    def _sharing(self) -> dict[str, set[str]]:
+        """The tests that use the same shared processes as a test."""
+        shared = {note["test"]: set(note["shared"]) for note in self._traced("shared.*.jsonl")}
+        by_fixture: defaultdict[str, set[str]] = defaultdict(set)
+        for test, fixtures in shared.items():
+            for fixture in fixtures:
+                by_fixture[fixture].add(test)
+        return {
+            test: set().union(*(by_fixture[fixture] for fixture in fixtures))
+            for test, fixtures in shared.items()
+        }
 
     @cache  # noqa: B019 - one suite for each process
     def tests_of_lines(self, file: str) -> dict[int, set[str]]:
-        """Returns the tests that execute each line of a file; "" stands for an import."""
+        """Returns the tests that execute each line of a file, here or in a process.
+
+        The lines of a process that tests share have all these tests: it executed them for the
+        first one, or for any other.
+        """
         from coverage import CoverageData
 
         tests: defaultdict[int, set[str]] = defaultdict(set)
-        for part in self._lines.glob("lines.*"):
+        path = str(self.code / "qkv" / file)
+        for part in [*self._lines.glob("*/lines.*"), *self._lines.glob("*/processes.*")]:
+            if part.suffix == ".ini":
+                continue
             data = CoverageData(part)
             data.read()
-            for line, contexts in data.contexts_by_lineno(str(self.code / "qkv" / file)).items():
-                tests[line] |= set(contexts)
+            is_process = part.name.startswith("processes.")
+            for line, contexts in data.contexts_by_lineno(path).items():
+                for test in contexts:
+                    tests[line] |= self._sharing.get(test, {test}) if is_process else {test}
         return tests
 
-    def choose(self, mutant: Mutant, place: int, limit_s: float) -> list[str]:
-        """Returns tests of the mutant's lines that take less than the limit together.
+    def choose(self, mutant: Mutant, place: int) -> list[str]:
+        """Returns all tests of the mutant's lines: those of its folder first, quick ones first.
 
         A line outside functions runs once, at import: it has the tests of all functions of its
-        file. After these come the tests of its folder, also for code in processes of a server.
+        file, and those of its folder.
         """
         executed = self.tests_of_lines(mutant.file)
         rows = set(range(place, place + len(mutant.lines)))
@@ -126,17 +177,9 @@ class Suite:
         is_imported = not rows & of_functions
         names = set().union(*(executed.get(r, ()) for r in (of_functions if is_imported else rows)))
         folder = self._folder_of(mutant.file)
-        ordered = self._order(names, folder)
-        if is_imported or not ordered or mutant.file.startswith(IN_PROCESSES):
-            others = {name for name in self.seconds if name.startswith(folder)} - names
-            ordered += self._order(others, folder)
-        chosen: list[str] = []
-        total = 0.0
-        for name in ordered:
-            total += self.seconds[name]
-            if total < limit_s or not chosen:
-                chosen.append(name)
-        return chosen
+        if is_imported:
+            names |= {name for name in self.seconds if name.startswith(folder)}
+        return self._order(names, folder)
 
     def _order(self, names: Collection[str], folder: str) -> list[str]:
         """Returns one case of each function, then a second; first of the folder, quickest first."""
@@ -152,19 +195,23 @@ class Suite:
 
     def _folder_of(self, file: str) -> str:
         """Returns the folder of tests for a file: the deepest one that has tests."""
-        folders = (f"tests/{folder.as_posix()}/" for folder in Path(file).parents)
-        return next(f for f in folders if any(name.startswith(f) for name in self.seconds))
+        folders = (Path("tests", folder).as_posix() + "/" for folder in Path(file).parents)
+        return next((f for f in folders if any(n.startswith(f) for n in self.seconds)), "tests/")
 
     def run(self, chosen: list[str], limit_s: float) -> Outcome:
         """Runs tests until one fails or the time is over."""
-        noted, listed = self._notes / "run.jsonl", self._notes / "chosen.json"
-        noted.unlink(missing_ok=True)
+        listed = self._notes / "chosen.json"
         listed.write_text(json.dumps(chosen))
         files = dict.fromkeys(name.partition("::")[0] for name in chosen)
+        outcome = self.run_words(["--chosen", str(listed), *files], limit_s)
+        return replace(outcome, chosen_count=len(chosen))
+
+    def run_words(self, words: list[str], limit_s: float) -> Outcome:
+        """Runs the tests that words of pytest's command line select, as `run` does."""
+        noted = self._notes / "run.jsonl"
+        noted.unlink(missing_ok=True)
         start = time.monotonic()
-        process = self._start(
-            "-n", "0", "-x", "--chosen", str(listed), "--noted", str(noted), *files
-        )
+        process = self._start("-n", "0", "-x", "--noted", str(noted), *words)
         try:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -172,7 +219,7 @@ class Suite:
         finally:
             _kill_group(process)
         status, test = self._status(code, read_notes(noted))
-        return Outcome(status, test, time.monotonic() - start, len(chosen))
+        return Outcome(status, test, time.monotonic() - start)
 
     def _status(self, code: int | None, notes: list[dict[str, Any]]) -> tuple[str, str]:
         """Returns the status of a run and its last test, from pytest's exit code or None."""

@@ -3,7 +3,7 @@
 Uses atheris if it is installed: a fuzzer that measures line coverage, and no dependency. Otherwise
 the changes are random. The run ends at the first fault, prints it, and saves the body.
 
-    python tests/fuzz_decoders.py [--minutes 10] [--random] [name ...]
+    python tests/tools/fuzz_decoders.py [--minutes 10] [--random] [name ...]
 """
 
 from __future__ import annotations

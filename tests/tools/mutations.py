@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 __all__ = ["Mutant", "function_lines", "mutants_of"]
 
@@ -40,6 +40,16 @@ class Mutant:
     lines: tuple[str, ...]
     nth: int
     changed: tuple[str, ...]
+
+    @classmethod
+    def from_words(cls, words: dict[str, Any]) -> Mutant:
+        """Returns a mutant from a note, where tuples are lists."""
+        lines, changed = tuple(words["lines"]), tuple(words["changed"])
+        return cls(words["file"], words["line"], lines, words["nth"], changed)
+
+    def __str__(self) -> str:
+        rows = [*(f"- {line}" for line in self.lines), *(f"+ {line}" for line in self.changed)]
+        return "\n".join([f"{self.file}:{self.line}", *rows])
 
     def place(self, text: str) -> int | None:
         """Returns the number of the first line in this text of the file; None: it is gone."""

@@ -1,0 +1,218 @@
+"""A service of several processes that break, and clients and probes that watch it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+import qkv
+from support.failing_device import STICKY
+from support.paths import ROOT
+from support.processes import TIMEOUT_S, Process, wait_until
+from support.service_processes import (
+    PATH,
+    SAFETENSORS,
+    child_pids,
+    device_process_pids,
+    repeat_in_threads,
+)
+from support.small_requests import body, outputs
+
+__all__ = ["CLIENTS", "TOPOLOGIES", "Service", "Topology", "watch"]
+
+CLIENTS: Final = 4
+"""Clients that send a request once; as many others try again until it succeeds."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The processes of a service.
+
+    Attributes:
+        words: arguments of `qkv serve`.
+        variables: its environment.
+        count: number of its processes, without the supervisor.
+    """
+
+    words: tuple[str, ...]
+    count: int
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+TOPOLOGIES: Final = {
+    "one worker": Topology(("--workers", "1"), 1),
+    "two workers": Topology(("--workers", "2"), 2),
+    "device process": Topology(
+        ("--workers", "2"), 3, {"QKV_DEVICE_PROCESS": "one", "DEVICE": "pretended"}
+    ),
+    "two devices": Topology(("--workers", "2", "--devices", "cpu,cpu"), 4),
+}
+
+
+class Service:
+    """A service that runs `support.faulty_service`.
+
+    Args:
+        command: the fixture that starts commands.
+        topology: its processes.
+        broken: a file; a device that starts while it exists fails.
+        stuck_s: seconds after which a process counts as stuck.
+        port: its port; "0": any.
+
+    Attributes:
+        seen: what clients and probes see, while they watch.
+    """
+
+    def __init__(
+        self,
+        command: Callable[..., Process],
+        topology: Topology,
+        broken: Path,
+        stuck_s: int,
+        port: str = "0",
+    ) -> None:
+        paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {
+            "PYTHONPATH": os.pathsep.join(paths), "BROKEN": str(broken),
+            "QKV_STUCK_S": str(stuck_s), "QKV_STUCK_DEVICE_S": str(stuck_s),
+            "QKV_READ_TIMEOUT_S": str(stuck_s), "QKV_DRAIN_S": "3600",
+        }  # fmt: skip
+        self.topology, self.broken = topology, broken
+        self.seen: list[str] = []
+        self.process = command(
+            *("serve", "--port", port, *topology.words),
+            **{"module": "support.faulty_service"} | variables | topology.variables,
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, without the supervisor."""
+        return child_pids(self.process.popen.pid)
+
+    @property
+    def is_forked(self) -> bool:
+        """True once the supervisor has started its processes; an import may run another program."""
+        names = {Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.pids}
+        return len(self.pids) == self.topology.count and all(b"serve" in name for name in names)
+
+    @property
+    def devices(self) -> list[int]:
+        """The processes that have a device alone."""
+        return device_process_pids(self.process)
+
+    @property
+    def workers(self) -> list[int]:
+        """The processes that serve."""
+        devices = self.devices
+        return [pid for pid in self.pids if pid not in devices]
+
+    def status_of(self, path: str) -> int:
+        """Returns the status of a GET on a new connection; 0 without a response."""
+        try:
+            return httpx.get(self.process.url + path, timeout=5).status_code
+        except httpx.TransportError:
+            return 0
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all processes run, and the probes are good."""
+        return (
+            len(self.pids) == self.topology.count
+            and self.status_of("/readyz") == self.status_of("/livez") == 200
+        )
+
+    def end_one(self, pids: list[int]) -> None:
+        """Kills a process and waits until it is gone."""
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: pids[0] not in self.pids)
+
+    def wait_until_seen(self, what: str) -> None:
+        """Waits until a client or a probe sees something."""
+        start = len(self.seen)
+        wait_until(lambda: what in self.seen[start:])
+
+    def pause(self, pids: list[int], wait: Callable[[], None]) -> None:
+        """Stops processes while a function waits, and continues those that still exist."""
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            wait()
+        finally:
+            for pid in pids:
+                if pid == self.process.popen.pid or pid in self.pids:
+                    os.kill(pid, signal.SIGCONT)
+
+    def break_device(self) -> None:
+        """Sends a request after which its device can run nothing more."""
+        before = self.pids
+        httpx.post(
+            self.process.url + PATH, content=body(STICKY), headers=SAFETENSORS, timeout=TIMEOUT_S
+        )
+        wait_until(lambda: bool(set(before) - set(self.pids)))
+
+    def metric(self, name: str) -> list[float]:
+        """Returns the values of a metric of the device processes."""
+        text = httpx.get(self.process.url + "/metrics", timeout=TIMEOUT_S).text
+        samples = (s for f in text_string_to_metric_families(text) for s in f.samples)
+        return [s.value for s in samples if s.name == f"qkv_device_process_{name}"]
+
+
+@contextmanager
+def watch(service: Service) -> Iterator[list[str]]:
+    """Sends requests and probes all the time; yields what they see, such as "client right".
+
+    Half of the clients keep their connections, the others open one for each request.
+    """
+    url = service.process.url
+    bodies = [body(1.0, rows=8 << seed, seed=seed) for seed in range(CLIENTS)]
+    with ExitStack() as stack:
+        kept = [stack.enter_context(httpx.Client(timeout=TIMEOUT_S)) for _ in range(CLIENTS)]
+        expected = [send(kept[0], url, content) for content in bodies]
+        patient = stack.enter_context(qkv.Client(url, retries=1000))
+        arrays = random_arrays()
+        wanted = patient.attend("softmax", **arrays).output
+
+        def once(index: int) -> str:
+            time.sleep(0.01)  # the machine has other work
+            if index >= 2 * CLIENTS:
+                path = ("readyz", "livez")[index - 2 * CLIENTS]
+                return f"{path} {service.status_of('/' + path) or 'disconnected'}"
+            if index >= CLIENTS:
+                is_right = (patient.attend("softmax", **arrays).output == wanted).all()
+                return f"patient client {'right' if is_right else 'wrong'}"
+            http: Any = kept[index] if index % 2 else httpx
+            try:
+                found = send(http, url, bodies[index])
+            except httpx.TransportError:
+                return "client disconnected"
+            if isinstance(found, int):
+                return f"client {found}"
+            return "client right" if found == expected[index] else "client wrong"
+
+        with repeat_in_threads(2 * CLIENTS + 2, once) as service.seen:
+            yield service.seen
+
+
+def send(http: Any, url: str, content: bytes) -> bytes | int:
+    """Returns the bytes of the output, or the status of an error."""
+    response = http.post(url + PATH, content=content, headers=SAFETENSORS, timeout=TIMEOUT_S)
+    return outputs(response) if response.status_code == 200 else int(response.status_code)
+
+
+def random_arrays() -> dict[str, Any]:
+    """Returns tensors of a request of some size."""
+    draw = np.random.default_rng(0)
+    return {
+        name: draw.normal(size=(1, 4, 256, 16)).astype(np.float32)
+        for name in ("query", "key", "value")
+    }
