@@ -54,7 +54,9 @@ class _Replica:
         from qkv.server.ray_serve.replica_app import ReplicaApp
         from qkv.server.ray_serve.replica_metrics import ReplicaMetrics
 
-        built = create_app(read_settings(self._settings))
+        # connections come from Ray's proxy, at an address that is not the service's
+        settings = read_settings(self._settings).model_copy(update={"host": "0.0.0.0"})
+        built = create_app(settings)
         self._runtime = built.state.runtime
         metrics = ReplicaMetrics(
             self._runtime.worker.shared_state, self._runtime.engine.device_name
