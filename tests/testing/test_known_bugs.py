@@ -272,6 +272,72 @@ def test_unknown_bug_fails_without_an_accusation(name: str, dtype: str) -> None:
     assert not report.diagnosis, report
 
 
+WRONG_ABOVE: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": torch.zeros_like,
+    "half": lambda output: output / 2,
+    "noise": lambda output: output + 1e-2 * torch.randn(output.shape),
+    "relative noise": lambda output: output * (1 + 1e-2 * torch.randn(output.shape)),
+    "another factor": lambda output: output * 0.99,
+}
+
+
+@pytest.mark.parametrize("keys", [10, 20, 100, 200])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("change", WRONG_ABOVE)
+def test_function_that_is_wrong_above_some_keys_is_not_accused(
+    change: str, dtype: str, keys: int
+) -> None:
+    """Its errors are within the bound of narrow sums, but right results of few keys show none."""
+    torch.manual_seed(0)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = plain_softmax(query, key, value)
+        return (WRONG_ABOVE[change](output) if key.shape[2] > keys else output).to(query.dtype)
+
+    report = verify(attend, "softmax", dtype=dtype, gradients=False)
+    assert not report.passed
+    assert not report.diagnosis, report
+
+
+ROUNDED: dict[str, Callable[..., Tensor]] = {
+    "output": lambda query, key, value: plain_softmax(query, key, value).bfloat16().float(),
+    "inputs": lambda *inputs: plain_softmax(*(x.bfloat16() for x in inputs)),
+    "both": lambda *inputs: plain_softmax(*(x.bfloat16() for x in inputs)).bfloat16().float(),
+}
+
+
+@pytest.mark.parametrize("tensors", ROUNDED)
+def test_rounded_inputs_and_outputs_are_not_named_narrow_sums(tensors: str) -> None:
+    function = ROUNDED[tensors]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return function(query, key, value)
+
+    report = verify(attend, "softmax", dtype="float32", gradients=False)
+    assert not report.passed
+    assert not report.diagnosis, report
+
+
+def plain_softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Returns the right output in float32."""
+    K = query.shape[1] // key.shape[1]
+    q, k, v = query.float(), *(x.float().repeat_interleave(K, 1) for x in (key, value))
+    output: Tensor = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+    return output
+
+
+@pytest.mark.parametrize("block", [1, 16, 64])
+def test_sums_in_the_dtype_of_any_inputs_are_named(block: int) -> None:
+    """The function is right for wide inputs, where nothing has to be explained."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return flash_kernel(sums=query.dtype, block=block)(query, key, value)
+
+    report = verify(attend, "softmax", gradients=False)
+    assert {check.dtype for check in report.failures} == {"bfloat16", "float16"}
+    assert list(report.diagnosis) == ["low-precision-accumulation"], report
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_bug_is_named_in_every_dtype(dtype: str) -> None:
     for planted in ("scale-missing", "gqa-tiled", "mask-inverted"):
