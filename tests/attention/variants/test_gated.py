@@ -19,6 +19,7 @@ from qkv.attention.variants import gated
 from support.each import each
 from support.examples import examples
 from support.peak_memory import needs_proc, peaks
+from support.variant_bounds import bounds_of, is_near
 
 OUTPUT: Final = frozenset({"output"})
 EVERY: Final = frozenset({"output", "weights", "state_weights"})
@@ -188,8 +189,52 @@ def test_decay_of_any_size_forgets_and_no_digit_is_lost(dtype: torch.dtype, chan
         alone = [x[:, :, 5:] for x in (query, query, value, decay)]
         truth = reference(*alone, rule="gated")
         mass = reference(*(x.abs() for x in alone[:3]), alone[3], rule="gated")
-        eps = max(torch.finfo(dtype).eps, 64 * EPS if dtype != torch.float64 else 1e4 * EPS_64)
+        eps = max(torch.finfo(dtype).eps, 64 * (EPS if dtype != torch.float64 else EPS_64))
         assert ((found[:, :, 5:] - truth).abs() <= 2 * eps * mass).all()
+
+
+@each("size", [-torch.inf, -1000.0, -300.0, -90.0])
+@each("where", ["most", "some", "all"])
+@each("rule", ["gated", "gated_delta"])
+@each("channels", [1, 4])
+def test_float64_is_within_its_bound_after_resets(
+    size: float, where: str, rule: Any, channels: int
+) -> None:
+    """The sums of decays are up to 64,000, whose last digit in float64 is 7e-12."""
+    S, state = 64, frozenset({"output", "state"})
+    draws = normal(3, 2, 1, 2, S, channels).abs().sigmoid() * 2 - 1
+    is_large = {"most": torch.arange(S)[:, None] < 50, "some": draws[1] < 0.3, "all": draws[1] < 2}
+    strength = draws[0] if where == "all" and size > -torch.inf else 1.0
+    tensors = {
+        "query_BJSD": normal(0, 1, 2, S, 4).abs(),
+        "key_BGSD": torch.nn.functional.normalize(normal(1, 1, 2, S, 4).abs(), dim=-1),
+        "value_BVSE": normal(2, 1, 2, S, 3).abs(),
+        "log_decay_BTSZ": torch.where(is_large[where], size * strength, -draws[0]),
+    }
+    if rule == "gated_delta":
+        tensors["beta_BTS"] = torch.sigmoid(normal(4, 1, 2, S))
+    truth = gated.reference(**tensors, rule=rule)
+    bounds = bounds_of("gated", tensors, {"rule": rule}, truth)
+    found = gated.attend(**tensors, rule=rule, outputs=EVERY)
+    for name in EVERY:
+        assert is_near(getattr(found, name), getattr(truth, name), bounds[name]), name
+    continued = gated.attend(**tensors, rule=rule, outputs=state).output
+    assert continued is not None
+    assert truth.output is not None
+    assert is_near(continued, truth.output, bounds["output"])
+
+
+@each("channels", [1, 4])
+def test_sum_of_two_long_decays_has_all_digits(channels: int) -> None:
+    """The decay between tokens 0 and 3 is e^-600, and it is all that is left of the value."""
+    query, key = normal(0, 1, 1, 4, 4).abs(), normal(1, 1, 1, 4, 4).abs()
+    value = torch.zeros(1, 1, 4, 3, dtype=torch.float64)
+    value[:, :, 0] = 1.0
+    decay = torch.zeros(1, 1, 4, channels, dtype=torch.float64)
+    decay[:, :, 1], decay[:, :, 3] = -311.7, -288.1
+    truth = reference(query, key, value, decay, rule="gated")
+    found = attend(query, key, value, decay, rule="gated")
+    assert ((found - truth).abs() <= 16 * EPS_64 * truth.abs()).all()
 
 
 @each("rule", ["gated", "gated_delta"])

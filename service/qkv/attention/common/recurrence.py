@@ -6,10 +6,15 @@ S <- exp(g_t) S; u_t = w_t - S^T e_t; S <- S + k_t u_t^T; o_t = q_t^T S.
 Within a chunk G_i is the sum of g up to token i, P_ij = sum_d q_id k_jd exp(G_id - G_jd) for j <= i
 and M_ij = sum_d e_id k_jd exp(G_id - G_jd) for j < i. Then u = (I + M)^-1 (w - (e exp(G)) S) and
 o = (q exp(G)) S + P u: Yang et al., Gated Delta Networks, arXiv:2412.06464, section 3.3.
+
+A difference of two sums lacks the digits that the larger ones do not have: behind decays of -1000,
+it is off by 1e-11. That is nothing for numbers in float32. For those in float64, each decay is a
+multiple of a power of two, whose sums are exact, and a small rest, whose factors the vectors take.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 import torch
@@ -18,7 +23,7 @@ from torch import Tensor
 __all__ = ["Chunks", "Tokens"]
 
 _BLOCK: Final = 16  # rows whose channels decay pair by pair: see `_pairs_by_channel`
-_FORGOTTEN: Final = -1000.0  # exp of it is 0; the sum of larger ones keeps its digits
+_FORGOTTEN: Final = -1000.0  # exp of it is 0
 
 
 class Tokens(NamedTuple):
@@ -71,6 +76,12 @@ class Chunks(NamedTuple):
             mixing = None if erase is None else (erase @ key.mT).tril(-1)
             return cls(query, key, pairs, mixing, write, erase, decay)
         decay = tokens.decay_XNZ.clamp(min=_FORGOTTEN).unflatten(1, (-1, C))
+        last = torch.ones_like(decay[:, :, -1], dtype=key.dtype)
+        if key.dtype == torch.float64:
+            rest = _rest(decay)
+            decay, factors = decay - rest, rest.cumsum(2).exp()
+            query, key, last = query * factors[:, :, None], key / factors, factors[:, :, -1]
+            erase = None if erase is None else erase * factors
         sums = decay.cumsum(2)
         if sums.shape[-1] == 1:
             pairs, mixing = _pairs(query, erase, key, sums)
@@ -82,8 +93,8 @@ class Chunks(NamedTuple):
         if erase is not None:
             erase = erase * from_start
         return cls(
-            query * from_start[:, :, None], key * to_end, pairs, mixing, write, erase,
-            from_start[:, :, -1],
+            query * from_start[:, :, None], key * (to_end * last[:, :, None]), pairs, mixing, write,
+            erase, from_start[:, :, -1] * last,
         )  # fmt: skip
 
     def run(self, state_XDE: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,6 +170,16 @@ class Chunks(NamedTuple):
             )
             rows = rows - weights @ self.erase_XYCD
         return weights, rows
+
+
+def _rest(decay_XYCZ: Tensor) -> Tensor:
+    """Returns what each decay has beside a number of so few digits that C of them add exactly.
+
+    It is a constant for the gradient, which the multiples have as a whole.
+    """
+    digits = 53 - math.ceil(math.log2(-_FORGOTTEN * decay_XYCZ.shape[2]))
+    constant = decay_XYCZ.detach()
+    return constant - (constant * 2.0**digits).round() * 2.0**-digits
 
 
 def _pairs(
