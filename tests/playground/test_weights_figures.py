@@ -262,3 +262,26 @@ def test_main_controls_are_visible_in_wide_and_narrow_windows(
     assert edge is not None
     assert variant["x"] == pytest.approx(edge["x"], abs=1)  # the first column does not scroll
     assert page.evaluate("() => document.documentElement.scrollWidth") == 390
+
+
+def test_table_names_the_largest_weight_of_the_keys_that_a_row_sees(
+    open_page: Open, server: Server
+) -> None:
+    """The weight of a token that is not seen yet is 0, which is above all negative weights."""
+    tokens = np.ones((30, 2))
+    tokens[0, 0] = 0.0
+    key = np.array([-1.0, 1.0]) * tokens
+    inputs = {"query": tokens.tolist(), "key": key.tolist(), "value": tokens.tolist()}
+    inputs["query"][0] = [0.0, -1.0]
+    inputs["query"][1] = [3.0, 1.0]
+    inputs["query"][5] = [0.0, 0.0]
+    opened = open_page(server.url, path="/#variant=gated")
+    page = wait_until_drawn(opened)
+    paste(page, json.dumps({"inputs": inputs}))
+    wait_until_drawn(opened)
+    page.get_by_text("Weights as a table").click()
+    rows = page.locator("#table tbody tr")
+    expect(rows).to_have_count(30)
+    assert rows.nth(0).inner_text().split("\t")[1:3] == ["key 0", "\u22120.7071"]
+    assert rows.nth(1).inner_text().split("\t")[1:3] == ["key 0", "0.7071"]
+    assert rows.nth(5).inner_text().split("\t")[1:3] == ["\u2013", "\u2013"]

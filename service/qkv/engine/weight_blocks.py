@@ -197,10 +197,18 @@ def _keep_largest(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor])
     A weight of 0 has the index -1: no key of the row is behind it.
     """
     for rows, block in matrix.blocks():
-        indices = _largest(block, form.size)
+        indices = _largest(_seen(matrix, block), form.size)
         weights = block.gather(-1, indices)
         into["indices"][..., rows, :] = indices.masked_fill_(weights == 0, -1)
         into["weights"][..., rows, :] = weights
+
+
+def _seen(matrix: _Matrix, block: Tensor) -> Tensor:
+    """Returns the weights in an order in which a key that a row does not see is below all others.
+
+    Its weight is 0, which would be above the negative weights of other keys.
+    """
+    return block if matrix.is_stochastic else block.masked_fill(block == 0, -torch.inf)
 
 
 def _largest(block_XRS: Tensor, k: int) -> Tensor:
@@ -229,7 +237,8 @@ def _keep_stats(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -
     """Keeps statistics of each row, and the sum of each key's weights."""
     received = torch.zeros_like(into["received"], dtype=torch.float64)
     for rows, block in matrix.blocks():
-        largest, index = block.max(-1)
+        index = _seen(matrix, block).argmax(-1)
+        largest = block.gather(-1, index[..., None])[..., 0]
         received += block.sum(-2)
         if not matrix.is_stochastic:  # absolute values over the largest: no sum of them overflows
             block = block.abs()

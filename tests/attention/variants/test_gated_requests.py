@@ -15,6 +15,7 @@ from qkv.errors import InvalidContent
 from qkv.tensors import DTYPES, RawTensor
 from qkv.wire.message import Message
 from support.each import each
+from support.seen_weights import largest_weights
 from support.small_blocks import small_blocks
 
 
@@ -115,12 +116,18 @@ def test_forms_of_the_weights_are_those_of_the_whole_matrix(
         found = attend(inputs, parameters=parameters, weights=form)
     if form == "stats":
         np.testing.assert_allclose(found["received"], whole.sum(-2), atol=1e-12)
-        np.testing.assert_allclose(found["largest"], whole.max(-1), atol=1e-12)
+        largest = largest_weights(whole, 1)[..., 0]
+        assert (largest < 0).any()
+        np.testing.assert_allclose(found["largest"], largest, atol=1e-12)
+        index = found["largest_index"][..., None]
+        np.testing.assert_allclose(
+            np.take_along_axis(whole, index, -1)[..., 0], largest, atol=1e-12
+        )
     elif "rows" in form:
         np.testing.assert_allclose(found["weights"], whole[:, :, form["rows"]], atol=1e-12)
     elif "top_k" in form:
-        expected = -np.sort(-whole, -1)[..., :2]
-        np.testing.assert_allclose(found["weights"], expected, atol=1e-12)
+        np.testing.assert_allclose(found["weights"], largest_weights(whole, 2), atol=1e-12)
+        assert ((found["indices"] < 0) == (found["weights"] == 0)).all()
     else:
         bins = np.arange(71) * 5 // 71
         member = (bins[:, None] == np.arange(5)).astype(float)

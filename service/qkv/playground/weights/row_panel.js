@@ -1,4 +1,5 @@
-// Shows the weights of one query: the keys with the largest weights and their cumulative share.
+// Shows the weights of one query: the keys with the largest weights by size, and their cumulative
+// share.
 
 import { formatFixed, formatNumber, h } from "../dom.js";
 import { createTerm } from "../glossary.js";
@@ -28,7 +29,7 @@ export function createRowPanel(root, onSelect) {
   const table = h(
     "table",
     { class: "most" },
-    h("caption", { class: "unseen" }, "The keys with the largest weights"),
+    h("caption", { class: "unseen" }, "The keys with the largest weights by size"),
     h(
       "thead",
       {},

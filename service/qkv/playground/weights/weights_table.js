@@ -30,13 +30,9 @@ function fillTable(root, matrix) {
   if (rowBars) headings.push("Entropy");
   const body = Array.from({ length: Math.min(rows, MAX_ROWS) }, (_, row) => {
     const weights = numbers.subarray(row * cols, (row + 1) * cols);
-    const largestAt = weights.reduce(
-      (at, value, col) => (Math.abs(value) > Math.abs(weights[at]) ? col : at),
-      0,
-    );
     const cells = showsAll
       ? [...weights].map((value, col) => (isMasked(row, col) ? "masked" : formatFixed(value)))
-      : [colName(largestAt), formatFixed(weights[largestAt])];
+      : describeLargest(weights, colName);
     if (rowBars) cells.push(formatNumber(rowBars.values[row], 3));
     return h(
       "tr",
@@ -62,4 +58,11 @@ function fillTable(root, matrix) {
     h("tbody", {}, ...body),
   );
   root.replaceChildren(table);
+}
+
+/** Returns key and weight of the largest of the keys that the row sees: their weights are not 0. */
+function describeLargest(weights, colName) {
+  const isLarger = (value, at) => value !== 0 && (at === null || value > weights[at]);
+  const at = weights.reduce((best, value, col) => (isLarger(value, best) ? col : best), null);
+  return at === null ? ["–", "–"] : [colName(at), formatFixed(weights[at])];
 }
