@@ -36,7 +36,9 @@ _log = logging.getLogger(__name__)
 _MAX_FRAMING_BYTES: Final = 1 << 20  # all of a chunked body except its bytes: lines of chunks
 _MAX_IGNORED_BYTES: Final = 1 << 28  # body bytes that arrive after the response, or are not read
 _MAX_UNREAD_BYTES: Final = 1 << 16  # of a body that the application has not taken
+_MAX_WAITING: Final = 16  # requests behind the one in progress, before more are read
 _READ_BYTES: Final = 1 << 18
+_PIECE_BYTES: Final = 1 << 12  # parsed at once, of all but a body of known length
 _LINGER_S: Final = 2.0  # a client that sends while the connection closes would not see its response
 _PROGRESS_BITS: Final = 16  # 1 << 16 bytes of a body must arrive within the read timeout
 
@@ -94,6 +96,8 @@ class HttpProtocol(asyncio.BufferedProtocol):
         self._head = RequestHead()
         self._is_upgrade = False
         self._piece_bytes = self._framing_bytes = self._body_bytes = self._ignored_bytes = 0
+        self._missing_bytes = 0  # of a body, as declared; negative for a chunked one
+        self._unparsed: bytes | memoryview = b""  # behind many requests that wait
         self._message_count = 0
         self._last: Exchange | None = None
         self._current: Exchange | None = None  # whose response is sent next
@@ -168,19 +172,30 @@ class HttpProtocol(asyncio.BufferedProtocol):
         return self._limits.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Parses received bytes. A head that requests an upgrade is parsed again without it."""
-        data = self._limits.read_buffer[:nbytes]
+        """Handles the event as an asyncio protocol."""
         if self._parser is None:
             self._ignore(nbytes)
-        while self._parser is not None and (end := self._feed(self._parser, data)) is not None:
-            data = data[end:]
-            self._is_upgrade = False
-            method, version = self._parser.get_method(), self._parser.get_http_version()
-            self._parser = self._new_parser()  # the other one has stopped
-            self._feed(self._parser, self._head.without_upgrade(method, version))
+        else:
+            self._parse(self._limits.read_buffer[:nbytes])
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Parses bytes in pieces until many requests wait, and keeps the rest: a request takes forty
+        times its bytes. A head that requests an upgrade is parsed again without it."""
+        while data and self._parser is not None:
+            if len(self._waiting) > _MAX_WAITING:
+                self._unparsed = bytes(data)
+                return
+            size = max(self._missing_bytes, _PIECE_BYTES)
+            end = self._feed(self._parser, data[:size])
+            data = data[size if end is None else end :]
+            if end is not None:
+                self._is_upgrade = False
+                method, version = self._parser.get_method(), self._parser.get_http_version()
+                self._parser = self._new_parser()  # the other one has stopped
+                self._feed(self._parser, self._head.without_upgrade(method, version))
 
     def _feed(self, parser: httptools.HttpRequestParser, data: bytes | memoryview) -> int | None:
-        """Parses bytes; returns the end of a head that requests an upgrade."""
+        """Parses a piece; returns the end of a head that requests an upgrade."""
         self._piece_bytes = len(data)
         self._framing_bytes += self._piece_bytes
         try:
@@ -251,6 +266,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         keep_alive = version == "1.1" and parser.should_keep_alive() and not self._is_ending
         expects = version == "1.1" and by_name.get(b"expect", b"").lower() == b"100-continue"
         self._reading, self._ignored_bytes = _BODY, 0
+        self._missing_bytes = int(by_name.get(b"content-length", 0))
         self._head = RequestHead()  # of the trailers
         self._add(scope, keep_alive, expects)
 
@@ -258,6 +274,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         """Adds a part of a body."""
         assert self._last is not None
         self._framing_bytes -= len(body)
+        self._missing_bytes -= len(body)
         if self._last.response_complete:
             self._ignore(len(body))
             return
@@ -348,8 +365,12 @@ class HttpProtocol(asyncio.BufferedProtocol):
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Reads from the socket again."""
-        if self._is_read_paused and not self.transport.is_closing():
+        """Reads from the socket again, unless many requests wait."""
+        if not self._is_read_paused or self.transport.is_closing():
+            return
+        data, self._unparsed = self._unparsed, b""
+        self._parse(data)
+        if len(self._waiting) <= _MAX_WAITING:
             self._is_read_paused = False
             self.transport.resume_reading()
 
