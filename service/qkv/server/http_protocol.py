@@ -179,8 +179,8 @@ class HttpProtocol(asyncio.BufferedProtocol):
             self._parse(self._limits.read_buffer[:nbytes])
 
     def _parse(self, data: bytes | memoryview) -> None:
-        """Parses bytes in pieces until many requests wait, and keeps the rest: a request takes forty
-        times its bytes. A head that requests an upgrade is parsed again without it."""
+        """Parses bytes in pieces, and keeps those behind many requests that wait: a request takes
+        forty times its bytes. A head that requests an upgrade is parsed again without it."""
         while data and self._parser is not None:
             if len(self._waiting) > _MAX_WAITING:
                 self._unparsed = bytes(data)
