@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -132,6 +133,37 @@ def test_last_response_of_a_draining_connection_closes_it(is_late: bool) -> None
     assert ["connection" in headers for _, headers, _ in found] == [False] * (len(found) - 1) + [
         True
     ]
+
+
+def test_request_that_arrives_in_part_is_the_last_of_a_drain() -> None:
+    """It has a response, and none of those behind it, which a client could send for ever."""
+    request = encode_request(*encode_body(random_inputs(0)))
+    with running_server() as server, raw_client(server) as caller:
+        with server.hold():
+            caller.send(request + request[:20])
+            wait_until(lambda: in_flight_count(server) == 1)
+            server.runtime.worker.shared_state.drain()
+            for connection in server.uvicorn.server_state.connections:
+                server.loop.call_soon_threadsafe(connection.shutdown)
+        headers, *_ = caller.read_response()
+        assert "connection" not in headers
+        caller.send(request[20:] + request * 3)
+        ((status, headers, _),) = read_responses(caller.socket)
+    assert (status, headers["connection"]) == (200, "close")
+
+
+def test_client_that_sends_after_the_last_response_can_read_it() -> None:
+    """A connection that is closed over unread bytes is reset, and its response may be lost."""
+    request = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with running_server() as server, raw_client(server) as caller:
+        server.runtime.worker.shared_state.drain()
+        caller.send(request)
+        while b"}" not in caller.socket.recv(1 << 16, socket.MSG_PEEK):
+            time.sleep(0.01)
+        for _ in range(3):
+            caller.send(request)
+            time.sleep(0.05)
+        assert [status for status, *_ in read_responses(caller.socket)] == [200]
 
 
 @pytest.mark.parametrize(

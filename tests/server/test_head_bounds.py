@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -64,6 +65,27 @@ def test_endless_heads_and_trailers_take_no_memory(command: Command) -> None:
         send(to, before + TINY_HEADERS)
     assert status_of(started.url, "/livez") == 200
     assert resident_bytes(worker) - resident_before < 32 << 20
+    assert started.end() == 0
+
+
+def test_pipelined_requests_take_no_memory(command: Command) -> None:
+    """A client sends faster than it is served: its requests stay bytes until then."""
+    started = command("serve", "--port", "0", "--workers", "1")
+    assert status_of(started.url, "/livez") == 200
+    (worker,) = child_pids(started.popen.pid)
+    resident_before, data = resident_bytes(worker), (GET + b"\r\n") * 100_000
+    with socket.create_connection(address(started), TIMEOUT_S) as connection:
+        connection.settimeout(0.01)
+        sent, received, deadline = 0, 0, time.monotonic() + 2
+        while time.monotonic() < deadline and sent < len(data):
+            with contextlib.suppress(TimeoutError):
+                sent += connection.send(data[sent : sent + (1 << 18)])
+            with contextlib.suppress(TimeoutError):
+                received += len(connection.recv(1 << 20))
+        assert sent > 1 << 20
+        assert received
+        assert resident_bytes(worker) - resident_before < 16 << 20
+    assert status_of(started.url, "/livez") == 200
     assert started.end() == 0
 
 

@@ -187,6 +187,16 @@ def test_http_1_0_needs_no_host(server: Server) -> None:
         assert [status for status, *_ in read_responses(connection)] == [200]
 
 
+def test_http_1_0_gets_no_interim_response(server: Server) -> None:
+    """Such a client would take it for the response (RFC 9110, section 10.1.1)."""
+    head = RUN.replace(b"HTTP/1.1", b"HTTP/1.0")[:-2] + b"Expect: 100-continue\r\n\r\n"
+    with connected(server) as connection:
+        connection.sendall(head)
+        time.sleep(0.2)  # for the head to be read
+        connection.sendall(BODY)
+        assert [status for status, *_ in read_responses(connection)] == [200]
+
+
 def test_streamed_response_to_http_1_0_ends_with_the_connection(server: Server) -> None:
     """RFC 9112, section 6.1: no transfer coding for such a client."""
     body = b'{"variants": ["mean"], "lengths": [2], "repeats": 1}'
@@ -308,6 +318,9 @@ def test_many_pipelined_upgrade_requests_are_served(server: Server) -> None:
         (b"HTTP://localhost:80?c", 200),
         (b"http://localhost/livez", 200),
         (b"http://localhost/nowhere", 404),
+        (b"http://[::1]/livez", 200),
+        (b"http://[::1]:80/livez", 200),
+        (b"http://[2001:db8::1]/livez", 403),
         (b"*", 404),
         (b"localhost", 400),
     ],
@@ -511,6 +524,24 @@ def test_slow_reader_gets_its_response(server_with_write_timeout: Server) -> Non
             more = connection.recv(min(remaining, 1 << 20))
             assert more, "the connection was closed"
             remaining -= len(more)
+
+
+@pytest.mark.slow
+def test_slow_reader_is_not_idle(server: Server) -> None:
+    """Its connection stays open for longer than an idle one, and serves its next request."""
+    with short_write_timeout(server) as connection:
+        connection.sendall(encode_request(*encode_body(LARGE)))
+        started_at, received = time.monotonic(), b""
+        while time.monotonic() < started_at + 7:  # an idle connection is closed after 5 s
+            received += connection.recv(1 << 12)
+            time.sleep(0.05)
+        assert len(received) < size_of(received)
+        connection.sendall(LIVE + b"malformed\r\n\r\n")
+        while more := connection.recv(1 << 20):
+            received += more
+    found = received[size_of(received) :]
+    assert found.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 400 " in found
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,14 +18,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+import numpy as np
 import pytest
 
+from qkv.client.request_builders import build_attend
 from support.known_requests import assert_problem, random_case
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service import Server
 from support.service_processes import (
     JSON,
     PATH,
+    SAFETENSORS,
     TINY_BODY,
     RawRequest,
     address,
@@ -84,6 +88,43 @@ def test_workers_flag_overrides_the_environment(command: Command) -> None:
         started = command("serve", "--port", "0", *arguments, QKV_WORKERS="2")
         assert started.url
         assert len(child_pids(started.popen.pid)) == count
+
+
+def test_ctrl_c_stops_no_worker(service_process: Process) -> None:
+    """A terminal sends it to every process; the supervisor drains the workers."""
+    workers = child_pids(service_process.popen.pid)
+    for pid in workers:
+        os.kill(pid, signal.SIGINT)
+    time.sleep(1)  # longer than a worker without connections takes to stop
+    assert child_pids(service_process.popen.pid) == workers
+    assert status_of(service_process.url, "/readyz") == 200
+    assert service_process.end(signal.SIGINT) == 0
+
+
+def test_end_of_a_drain_is_no_error(command: Command) -> None:
+    """Of clients that send too slowly, or read nothing."""
+    started = command("serve", "--port", "0", "--workers", "1", QKV_DRAIN_S="1")
+    host, port = address(started)
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: ".encode()
+    draw = np.random.default_rng(0).normal(size=(1, 8, 1024, 256)).astype(np.float32)
+    arrays = dict.fromkeys(("query", "key", "value"), draw)
+    body = build_attend("softmax", None, ["output", "weights"], None, arrays).content
+    with ExitStack() as stack:
+        part, upload, unread = (
+            stack.enter_context(socket.create_connection((host, port), TIMEOUT_S)) for _ in range(3)
+        )
+        lines = f"{len(body)}\r\nContent-Type: {SAFETENSORS['Content-Type']}\r\n\r\n"
+        unread.sendall(head + lines.encode() + body)
+        assert (first := unread.recv(999))[:12] == b"HTTP/1.1 200", first
+        part.sendall(head)
+        upload.sendall(head + b"100\r\nExpect: 100-continue\r\n\r\n")
+        assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")
+        started.popen.send_signal(signal.SIGTERM)
+        response = b"".join(iter(lambda: upload.recv(4096), b""))
+    assert response.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(response.partition(b"\r\n\r\n")[2])["status"] == 503
+    assert started.wait() == 0
+    assert [line for line in started.lines if "ERROR" in line] == []
 
 
 def test_ignored_sighup_stays_ignored(command: Command) -> None:

@@ -162,8 +162,9 @@ class Exchange:
             is_gone = self._is_over or self._connection.transport.is_closing()
             if not (self.response_complete or is_gone):
                 raise RuntimeError("the application returned without a response")
-        except BaseException:
-            _log.exception("the application failed")
+        except BaseException as error:
+            if not isinstance(error, asyncio.CancelledError):  # a client read too slowly in a drain
+                _log.exception("the application failed")
             await self._send_failure()
 
     async def _send_failure(self) -> None:

@@ -36,7 +36,9 @@ _log = logging.getLogger(__name__)
 _MAX_FRAMING_BYTES: Final = 1 << 20  # all of a chunked body except its bytes: lines of chunks
 _MAX_IGNORED_BYTES: Final = 1 << 28  # body bytes that arrive after the response, or are not read
 _MAX_UNREAD_BYTES: Final = 1 << 16  # of a body that the application has not taken
+_MAX_WAITING: Final = 16  # requests behind the one in progress, before more are read
 _READ_BYTES: Final = 1 << 18
+_PIECE_BYTES: Final = 1 << 12  # parsed at once, of all but a body of known length
 _LINGER_S: Final = 2.0  # a client that sends while the connection closes would not see its response
 _PROGRESS_BITS: Final = 16  # 1 << 16 bytes of a body must arrive within the read timeout
 
@@ -94,12 +96,15 @@ class HttpProtocol(asyncio.BufferedProtocol):
         self._head = RequestHead()
         self._is_upgrade = False
         self._piece_bytes = self._framing_bytes = self._body_bytes = self._ignored_bytes = 0
+        self._missing_bytes = 0  # of a body, as declared; negative for a chunked one
+        self._unparsed: bytes | memoryview = b""  # behind many requests that wait
         self._message_count = 0
         self._last: Exchange | None = None
         self._current: Exchange | None = None  # whose response is sent next
         self._waiting = deque[Exchange]()  # behind the one in progress (pipelining)
         # flow
-        self._is_read_paused = self.is_write_paused = self._is_lingering = False
+        self._is_read_paused = self.is_write_paused = False
+        self._is_ending = self._is_lingering = False
         self._writable = asyncio.Event()
         # the time of the client
         self._period_s = min(1.0, limits.read_timeout_s / 4)
@@ -134,12 +139,13 @@ class HttpProtocol(asyncio.BufferedProtocol):
     def shutdown(self) -> None:
         """Closes the connection, or lets it close after its last response; uvicorn calls it."""
         if self._is_lingering:
-            self.transport.close()
-        elif self._reading == _HEAD and self._message_count:
-            return  # a part of a head has arrived: its response closes the connection
-        elif self._last is None or self._last.response_complete:
+            return  # it closes soon
+        if self._has_part_of_head:
+            self._is_ending = True  # the response to its request closes the connection
+        elif self._is_answered:
             self.transport.close()
         else:
+            assert self._last is not None
             self._last.keep_alive = False
 
     @property
@@ -148,9 +154,16 @@ class HttpProtocol(asyncio.BufferedProtocol):
 
         Part of a head is no request yet, or a client could stay by sending a byte.
         """
-        is_answered = self._last is None or self._last.response_complete
         has_sent = not self.transport.get_write_buffer_size()
-        return is_answered and has_sent and not self.transport.is_closing()
+        return self._is_answered and has_sent and not self.transport.is_closing()
+
+    @property
+    def _is_answered(self) -> bool:
+        return self._last is None or self._last.response_complete
+
+    @property
+    def _has_part_of_head(self) -> bool:
+        return self._reading == _HEAD and self._message_count > 0
 
     # bytes
 
@@ -159,19 +172,30 @@ class HttpProtocol(asyncio.BufferedProtocol):
         return self._limits.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Parses received bytes. A head that requests an upgrade is parsed again without it."""
-        data = self._limits.read_buffer[:nbytes]
+        """Handles the event as an asyncio protocol."""
         if self._parser is None:
             self._ignore(nbytes)
-        while self._parser is not None and (end := self._feed(self._parser, data)) is not None:
-            data = data[end:]
-            self._is_upgrade = False
-            method, version = self._parser.get_method(), self._parser.get_http_version()
-            self._parser = self._new_parser()  # the other one has stopped
-            self._feed(self._parser, self._head.without_upgrade(method, version))
+        else:
+            self._parse(self._limits.read_buffer[:nbytes])
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Parses bytes in pieces, and keeps those behind many requests that wait: a request takes
+        forty times its bytes. A head that requests an upgrade is parsed again without it."""
+        while data and self._parser is not None:
+            if len(self._waiting) > _MAX_WAITING:
+                self._unparsed = bytes(data)
+                return
+            size = max(self._missing_bytes, _PIECE_BYTES)
+            end = self._feed(self._parser, data[:size])
+            data = data[size if end is None else end :]
+            if end is not None:
+                self._is_upgrade = False
+                method, version = self._parser.get_method(), self._parser.get_http_version()
+                self._parser = self._new_parser()  # the other one has stopped
+                self._feed(self._parser, self._head.without_upgrade(method, version))
 
     def _feed(self, parser: httptools.HttpRequestParser, data: bytes | memoryview) -> int | None:
-        """Parses bytes; returns the end of a head that requests an upgrade."""
+        """Parses a piece; returns the end of a head that requests an upgrade."""
         self._piece_bytes = len(data)
         self._framing_bytes += self._piece_bytes
         try:
@@ -239,9 +263,10 @@ class HttpProtocol(asyncio.BufferedProtocol):
             self._is_upgrade = True
             return
         scope = head.scope(parser.get_method().decode("ascii"), version)
-        keep_alive = version == "1.1" and parser.should_keep_alive()
-        expects = by_name.get(b"expect", b"").lower() == b"100-continue"
+        keep_alive = version == "1.1" and parser.should_keep_alive() and not self._is_ending
+        expects = version == "1.1" and by_name.get(b"expect", b"").lower() == b"100-continue"
         self._reading, self._ignored_bytes = _BODY, 0
+        self._missing_bytes = int(by_name.get(b"content-length", 0))
         self._head = RequestHead()  # of the trailers
         self._add(scope, keep_alive, expects)
 
@@ -249,6 +274,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         """Adds a part of a body."""
         assert self._last is not None
         self._framing_bytes -= len(body)
+        self._missing_bytes -= len(body)
         if self._last.response_complete:
             self._ignore(len(body))
             return
@@ -268,8 +294,8 @@ class HttpProtocol(asyncio.BufferedProtocol):
         """Starts an exchange, or lets it wait for the response before."""
         scope["client"], scope["server"] = self.client, self._local
         exchange = Exchange(self, scope, keep_alive, expects_continue)
-        before, self._last = self._last, exchange
-        if before is None or before.response_complete:
+        is_first, self._last = self._is_answered, exchange
+        if is_first:
             self._start(exchange)
         else:
             self._pause_reading()
@@ -309,8 +335,8 @@ class HttpProtocol(asyncio.BufferedProtocol):
 
     @property
     def is_last_response(self) -> bool:
-        """True if the process drains, and no received request waits."""
-        return self._limits.is_draining() and not self._waiting
+        """True if the process drains, and no request waits that was received, also in part."""
+        return self._limits.is_draining() and not (self._waiting or self._has_part_of_head)
 
     def on_response_complete(self, exchange: Exchange) -> None:
         """Starts the next request, or closes the connection."""
@@ -319,10 +345,8 @@ class HttpProtocol(asyncio.BufferedProtocol):
             self.resume_reading()
             if self._waiting:
                 self._start(self._waiting.popleft())
-        elif self._reading == _BODY or self._parser is None:
-            self._linger()
         else:
-            self.transport.close()
+            self._linger()
 
     def _linger(self) -> None:
         """Closes the connection once its client has read the response, or after two seconds:
@@ -341,8 +365,12 @@ class HttpProtocol(asyncio.BufferedProtocol):
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Reads from the socket again."""
-        if self._is_read_paused and not self.transport.is_closing():
+        """Reads from the socket again, unless many requests wait."""
+        if not self._is_read_paused or self.transport.is_closing():
+            return
+        data, self._unparsed = self._unparsed, b""
+        self._parse(data)
+        if len(self._waiting) <= _MAX_WAITING:
             self._is_read_paused = False
             self.transport.resume_reading()
 
@@ -364,15 +392,17 @@ class HttpProtocol(asyncio.BufferedProtocol):
 
     def _check(self) -> None:
         """Closes the connection if its client is too slow; called once every period."""
+        if self.transport.is_closing():
+            return
         self._timer = self._loop.call_later(self._period_s, self._check)
-        is_answered = self._last is not None and self._last.response_complete
-        is_idle = is_answered and self._reading == _NOTHING
+        is_idle = self.is_idle and self._reading == _NOTHING
         before = self._progress
         self._progress = (
-            self._message_count, is_answered, self._is_lingering, self._body_bytes >> _PROGRESS_BITS
+            self._message_count, self._is_answered, self._is_lingering,
+            self._body_bytes >> _PROGRESS_BITS,
         )  # fmt: skip
         is_read = self._parser is not None and not self._is_read_paused
-        is_due = is_read and (is_answered or self._reading != _NOTHING or self._last is None)
+        is_due = is_read and (is_idle or self._reading != _NOTHING)
         if not (is_due or self._is_lingering) or before != self._progress:
             self._slow_checks = 0
             return
@@ -380,16 +410,16 @@ class HttpProtocol(asyncio.BufferedProtocol):
         timeout_s = self._limits.read_timeout_s
         if self._is_lingering or is_idle:
             timeout_s = _LINGER_S if self._is_lingering else self._idle_s
-        if self._slow_checks * self._period_s < timeout_s:
-            return
-        if (
-            self._is_lingering
-            or (is_answered and self._reading != _HEAD)
-            or not self._message_count
-        ):
-            self.transport.close()  # there is no request to respond to
-        else:
+        if self._slow_checks * self._period_s >= timeout_s:
+            self._end()
+
+    def _end(self) -> None:
+        """Closes the connection of a slow client; a request that has not arrived gets 408."""
+        is_due = self._has_part_of_head or (self._reading == _BODY and not self._is_answered)
+        if is_due and not self._is_lingering:
             self._fail(RequestTimeout("the rest of the request did not arrive in time"))
+        else:
+            self.transport.close()
 
 
 def _error_from(error: httptools.HttpParserError) -> QkvError:

@@ -109,8 +109,9 @@ class RequestHead:
         path = url.path or b"/"  # RFC 9110, section 4.2.3
         if url.host is not None:
             port = b"" if url.port is None else b":%d" % url.port
+            host = b"[%b]" % url.host if b":" in url.host else url.host  # IPv6
             kept = [header for header in self.headers if header[0] != b"host"]
-            self.headers = [(b"host", url.host + port), *kept]
+            self.headers = [(b"host", host + port), *kept]
         text = path.decode("ascii")
         return {
             "type": "http",

@@ -171,11 +171,11 @@ class Supervisor:
         errors.setFormatter(self._format)
         try:
             errors.start()
-            # Ctrl-C and a closing terminal reach all processes; only the supervisor stops by them
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # Ctrl-C and a closing terminal reach all processes; only the supervisor stops by them.
+            # SIGINT stays blocked, since uvicorn replaces its handler.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP, signal.SIGTERM))
             os.close(self._parent_alive_pipe[1])
             status = self._run_child(index, worker, control_socket)
         except BaseException:

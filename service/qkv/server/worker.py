@@ -35,6 +35,7 @@ A client that sends a request while its connection closes gets no response. A cl
 every second gets one with `Connection: close` instead.
 """
 
+_CANCEL_S: Final = 2.0  # for the responses of requests that are cancelled
 _POLL_INTERVAL_S: Final = 0.05
 
 
@@ -150,6 +151,7 @@ class _WorkerServer(uvicorn.Server):
             await self._until_idle(DRAIN_IDLE_S)
         for acceptor in self._acceptors:
             acceptor.close()
+        await self._end_connections()
         # in the last worker: the system refuses new connections
         await super().shutdown(sockets=[*self._sockets])
 
@@ -167,6 +169,20 @@ class _WorkerServer(uvicorn.Server):
         if idle:
             min(idle, key=lambda connection: connection.idle_since).transport.close()
         return bool(idle)
+
+    async def _end_connections(self) -> None:
+        """Waits for the last requests, then cancels them. uvicorn, which would log that as an error
+        and not wait for their responses, finds no connection."""
+        state = self.server_state
+        connections: Any = state.connections
+        for connection in list(connections):
+            connection.shutdown()
+        await self._until_idle(self._runtime.settings.drain_s)
+        for task in state.tasks:
+            task.cancel()
+        await self._until_idle(_CANCEL_S)
+        for connection in list(connections):
+            connection.transport.abort()
 
     def _on_supervisor_exit(self) -> None:  # nothing would stop or restart this worker
         asyncio.get_running_loop().remove_reader(self._parent_alive_fd)
