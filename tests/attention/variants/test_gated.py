@@ -205,7 +205,7 @@ def test_float64_is_within_its_bound_after_resets(
     draws = normal(3, 2, 1, 2, S, channels).abs().sigmoid() * 2 - 1
     is_large = {"most": torch.arange(S)[:, None] < 50, "some": draws[1] < 0.3, "all": draws[1] < 2}
     strength = draws[0] if where == "all" and size > -torch.inf else 1.0
-    tensors = {
+    tensors: dict[str, Any] = {
         "query_BJSD": normal(0, 1, 2, S, 4).abs(),
         "key_BGSD": torch.nn.functional.normalize(normal(1, 1, 2, S, 4).abs(), dim=-1),
         "value_BVSE": normal(2, 1, 2, S, 3).abs(),
