@@ -151,9 +151,10 @@ class _WorkerServer(uvicorn.Server):
             await self._until_idle(DRAIN_IDLE_S)
         for acceptor in self._acceptors:
             acceptor.close()
+        for listening in self._sockets:  # in the last worker: the system refuses new connections
+            listening.close()
         await self._end_connections()
-        # in the last worker: the system refuses new connections
-        await super().shutdown(sockets=[*self._sockets])
+        await super().shutdown()
 
     def _protocol_of(self, config: uvicorn.Config) -> Callable[[], asyncio.BaseProtocol]:
         """Returns what creates the protocol of a connection, as uvicorn does."""
