@@ -22,8 +22,10 @@ from qkv.models.model_call import (
     ModelCall,
     RunOriginal,
     choose_numbers,
+    select_heads,
     to_numbers,
 )
+from qkv.models.proof import is_proved
 from qkv.models.running_modules import is_recomputed
 from qkv.models.selection import check_layers_exist, is_selected
 
@@ -31,6 +33,7 @@ __all__ = ["MAX_BYTES", "CaptureWarning", "capture"]
 
 MAX_BYTES: Final = 1 << 30
 """The default budget of a capture, in bytes."""
+_UNPROVED: Final = "its weights times its values are not what its attention function returned"
 _RECENT_MASKS: Final = 4  # layers of a model share masks: one for each kind of layer
 
 
@@ -91,7 +94,7 @@ class _Recorder:
         result = run()
         if not is_recomputed() and self._is_wanted(call.layer):
             with self._lock, torch.no_grad():
-                self._record(call, result.output)
+                self._record(call, result)
         return result
 
     def miss(self, layer: str, reason: str) -> None:
@@ -115,7 +118,8 @@ class _Recorder:
         if missed not in self.calls.missed:
             self.calls.missed.append(missed)
 
-    def _record(self, call: ModelCall, output: Tensor) -> None:
+    def _record(self, call: ModelCall, result: CallOutput) -> None:
+        output = result.output
         if reason := _why_unreadable(call.query):
             self._note(Missed(call.layer, reason))
             return
@@ -132,6 +136,10 @@ class _Recorder:
         if size > self._left:
             reason = "its tensors exceed the budget of bytes (max_bytes)"
             self._note(Missed(call.layer, reason))
+            return
+        own = output if result.own is None else result.own
+        if not is_proved(select_heads(call, heads), own[:, list(heads)]):
+            self._note(Missed(call.layer, _UNPROVED))
             return
         self._left -= size
         if mask is not None and is_new:

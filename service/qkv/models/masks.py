@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkv.models.model_call import ModelCall
 
-__all__ = ["Part", "is_self_attention", "parts_of", "whole_of"]
+__all__ = ["Part", "is_self_attention", "pairs_in_sight", "parts_of", "whole_of"]
 
 _CROSS_ATTENTION: Final = re.compile(
     r"(^|[._])(cross(_?attn|_?attention)?|encoder_attn|encdecattention)($|[._])", re.IGNORECASE
@@ -126,9 +126,7 @@ def _visible(call: ModelCall, item: int) -> tuple[Tensor, Tensor | None]:
     L, S = call.query.shape[2], call.key.shape[2]
     assert call.mask is not None
     mask_HLS = call.mask[item].expand(-1, L, S)
-    distance_LS = _distance(L, S, call.query_offset, mask_HLS.device)
-    left, right = call.window or (None, None)
-    allowed_LS = _band(distance_LS, left, 0 if call.causal else right)
+    allowed_LS = pairs_in_sight(call, L, S)
     if mask_HLS.dtype == torch.bool:
         return mask_HLS & allowed_LS, None
     largest_HL1 = mask_HLS.amax(-1, keepdim=True)
@@ -187,6 +185,13 @@ def _own_keys(call: ModelCall, seen_LS: Tensor, keys_S: Tensor) -> Tensor | None
     last_L = torch.where(seen_LS, positions_S, -1).amax(-1)
     first = int((last_L - positions_S[:L]).max()) if 1 < L < S else -1
     return None if first < 0 or first + L > S else keys_S[first : first + L]
+
+
+def pairs_in_sight(call: ModelCall, L: int, S: int) -> Tensor:
+    """Returns the pairs (L, S) that causality and the window of a call show."""
+    distance_LS = _distance(L, S, call.query_offset, call.query.device)
+    left, right = call.window or (None, None)
+    return _band(distance_LS, left, 0 if call.causal else right)
 
 
 class _Explained(NamedTuple):

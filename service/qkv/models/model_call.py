@@ -69,10 +69,16 @@ class CallOutput(NamedTuple):
     Attributes:
         output: (B, H, L, E).
         weights: (B, H, L, S); None if the model does not read them.
+        own: that of the model's own attention, if a handler replaced it.
     """
 
     output: Tensor
     weights: Tensor | None = None
+    own: Tensor | None = None
+
+    def replaced(self, output: Tensor, weights: Tensor | None) -> CallOutput:
+        """Returns an output in place of this one."""
+        return CallOutput(output, weights, self.output if self.own is None else self.own)
 
 
 class Missed(NamedTuple):

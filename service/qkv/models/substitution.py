@@ -90,7 +90,7 @@ class _Substitute:
                 `sigmoid` counts the keys that it hides.
             original: of the model's own attention; the result has weights if it has.
         """
-        output, weights = original
+        output, weights = original.output, original.weights
         for part in parts:
             arguments = self._signature.arguments(call, part) | self._parameters
             tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
@@ -147,12 +147,13 @@ class _Substituter:
             if not is_recomputed():
                 self.report.add(call.layer, substitute.variant, heads, changed, total)
         if chosen is None:
-            return after
+            return original.replaced(*after[:2])
         index = chosen.to(after.output.device)
         weights = original.weights
         if weights is not None and after.weights is not None:
             weights = weights.index_copy(1, index, after.weights)
-        return CallOutput(original.output.index_copy(1, index, after.output), weights)
+        output = original.output.index_copy(1, index, after.output)
+        return original.replaced(output, weights)
 
     def miss(self, layer: str, reason: str) -> None:
         """Notes a layer that cannot be intercepted."""
