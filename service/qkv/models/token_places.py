@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from qkv.models.function_places import (
@@ -26,12 +24,35 @@ from qkv.models.function_places import (
     without_traces,
     written,
 )
+from qkv.models.positions import (
+    has_same_positions,
+    is_confined,
+    is_elsewhere,
+    is_sequence,
+    is_spread,
+    middle,
+    takes_width,
+)
 from qkv.models.running_modules import is_intercepted, paused, without_mode
 
 __all__ = ["Entry", "enter", "follow", "follow_attention", "following", "leave"]
 
 _UNKNOWN: Final[Any] = object()
 """The place in a tensor that a function made which cannot be seen."""
+
+
+class Side(NamedTuple):
+    """A token of another sequence that a module receives.
+
+    Attributes:
+        x: the sequence.
+        places: of the token in tensors, as those of `_Thread`.
+        is_own: the token is followed inside this module only.
+    """
+
+    x: Tensor
+    places: WeakTensorKeyDictionary
+    is_own: bool
 
 
 class Entry(NamedTuple):
@@ -42,6 +63,8 @@ class Entry(NamedTuple):
         args, kwargs: its input.
         x: the first tensor of numbers in it.
         place: of the token in x.
+        sequences: in the input.
+        sides: further tokens in the input.
         is_own: the token is followed inside this module only.
         before: then the place that x had until the module began, and has again after it.
     """
@@ -51,22 +74,25 @@ class Entry(NamedTuple):
     kwargs: Mapping[str, Any]
     x: Tensor
     place: Place
+    sequences: Sequence[Tensor]
+    sides: Sequence[Side]
     is_own: bool = False
     before: Place | None = None
 
 
 class _Thread(threading.local):
-    """The token that one thread follows.
+    """The tokens that one thread follows.
 
     Attributes:
-        places: of the token in tensors; None for a tensor that does not depend on it. Unknown
-            ones are absent. It is None while nothing is followed.
-        depth: the number of modules that have received the token.
+        tokens: for each token its places in tensors; None for a tensor that does not depend on it.
+            Unknown ones are absent. The first token is that of the whole model, the others are
+            those of other sequences in the modules that run. Empty while nothing is followed.
+        depth: the number of modules that have received the first token.
         has_positions: a module has received the token among others.
     """
 
     def __init__(self) -> None:
-        self.places: WeakTensorKeyDictionary | None = None
+        self.tokens: list[WeakTensorKeyDictionary] = []
         self.depth = 0
         self.has_positions = False
 
@@ -81,49 +107,53 @@ def following(is_wanted: bool) -> Iterator[Callable[[], bool]]:
     Yields:
         A function: true if the token was followed among others.
     """
-    if _thread.places is not None or not is_wanted:
+    if _thread.tokens or not is_wanted:
         yield lambda: _thread.has_positions
         return
-    _thread.places, _thread.depth, _thread.has_positions = WeakTensorKeyDictionary(), 0, False
+    _thread.tokens, _thread.depth, _thread.has_positions = [WeakTensorKeyDictionary()], 0, False
     try:
         yield lambda: _thread.has_positions
     finally:
-        _thread.places = None
+        _thread.tokens = []
 
 
 def follow(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a function of torch, and notes the places of the token in its results."""
-    places = _thread.places
-    if places is None:
+    """Runs a function of torch, and notes the places of the tokens in its results."""
+    tokens = _thread.tokens
+    if not tokens:
         return function(*args, **kwargs)
     target = written(function, args)
     if target is not None:
-        known = _known([args, kwargs])
-        new_places = _find(function, args, kwargs, known, [target]) if known else None
+        found = [
+            (places, _find(function, args, kwargs, known, [target]))
+            for places in tokens
+            if (known := _known(places, [args, kwargs]))
+        ]
         result = function(*args, **kwargs)
-        if new_places is not None:
-            places[target] = new_places[0]
+        for places, new_places in found:
+            if new_places is not None:
+                places[target] = new_places[0]
         return result
     result = function(*args, **kwargs)
     if numbers := [x for x in tensors_of(result) if is_number(x)]:
-        _note(function, args, kwargs, numbers)
+        for places in tokens:
+            _note(places, function, args, kwargs, numbers)
     return result
 
 
 def _note(
+    places: WeakTensorKeyDictionary,
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     results: Sequence[Tensor],
 ) -> None:
-    """Notes the places of the token in new results of a function."""
-    places = _thread.places
-    assert places is not None
+    """Notes the places of a token in new results of a function."""
     arguments = [x for x in tensors_of([args, kwargs]) if is_number(x)]
     if any(results[0] is x for x in arguments):
         return
     new_places: list[Place | None] | None = [None] * len(results)
-    if known := _known(arguments):
+    if known := _known(places, arguments):
         new_places = _find(function, args, kwargs, known, results)
     elif "empty" in getattr(function, "__name__", "") or any(
         x not in places and not isinstance(x, nn.Parameter) for x in arguments
@@ -133,10 +163,8 @@ def _note(
         places[x] = place
 
 
-def _known(values: Any) -> list[tuple[Tensor, Place]]:
-    """Returns the tensors that depend on the token, with its places."""
-    places = _thread.places
-    assert places is not None
+def _known(places: WeakTensorKeyDictionary, values: Any) -> list[tuple[Tensor, Place]]:
+    """Returns the tensors that depend on a token, with its places."""
     return [(x, place) for x in tensors_of(values) if (place := places.get(x)) is not None]
 
 
@@ -166,15 +194,15 @@ def follow_attention(
         output: (..., L, E).
         is_length_first: the output is (B, L, H, E).
     """
-    places = _thread.places
-    if places is None:
-        return
-    place = places.get(query)
-    if any(known[-2] is None for _, known in _known([query, key, value])):
-        places[output] = (None,) * output.ndim
-    elif place is not None and len(place) == output.ndim:
-        order = (0, 2, 1) if is_length_first else range(output.ndim - 1)
-        places[output] = (*(place[axis] for axis in order), None)
+    for places in _thread.tokens:
+        place = places.get(query, _UNKNOWN)
+        if any(known[-2] is None for _, known in _known(places, [query, key, value])):
+            places[output] = (None,) * output.ndim
+        elif place is None:
+            places[output] = None
+        elif place is not _UNKNOWN and len(place) == output.ndim:
+            order = (0, 2, 1) if is_length_first else range(output.ndim - 1)
+            places[output] = (*(place[axis] for axis in order), None)
 
 
 def enter(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry | None:
@@ -183,24 +211,55 @@ def enter(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     Returns:
         The token in the input; None if none is followed.
     """
-    places = _thread.places
-    if places is None or not is_intercepted():
+    if not _thread.tokens or not is_intercepted():
         return None
-    for buffer in module.buffers(recurse=False):
-        places.setdefault(buffer, None)
+    places = _thread.tokens[0]
+    for token in _thread.tokens:
+        for buffer in module.buffers(recurse=False):
+            token.setdefault(buffer, None)
     numbers = [x for x in tensors_of([args, kwargs]) if is_number(x)]
-    known = _known(numbers)
-    if known and all(_is_confined(place) for _, place in known):
-        _thread.depth += 1
-        return Entry(module, args, kwargs, *known[0])
-    x = max(filter(_is_sequence, numbers), key=lambda x: x.ndim, default=None)
-    if x is None or any(other is not x for other, _ in known):
-        return None
-    before, is_own = places.get(x, _UNKNOWN), _thread.depth > 0 or x.ndim == 2
-    places[x] = (*(frozenset([(n - 1) // 2]) for n in x.shape[:-1]), None)
+    sequences = list({id(x): x for x in numbers if is_sequence(x, module)}.values())
+    known = _known(places, numbers)
+    before, is_own = None, False
+    if known and all(is_confined(place) for _, place in known):
+        x, place = known[0]
+    else:
+        if not sequences:
+            return None
+        x = max(sequences, key=lambda x: x.ndim)
+        if any(other is not x for other, _ in known):
+            return None
+        before, is_own = places.get(x, _UNKNOWN), _thread.depth > 0 or x.ndim != 3
+        place = places[x] = middle(x)
+        _thread.has_positions |= x.shape[-2] > 1
     _thread.depth += 1
-    _thread.has_positions |= x.shape[-2] > 1
-    return Entry(module, args, kwargs, x, places[x], is_own, before)
+    sides = _enter_sides(module, numbers, sequences)
+    return Entry(module, args, kwargs, x, place, sequences, sides, is_own, before)
+
+
+def _enter_sides(
+    module: nn.Module, numbers: Sequence[Tensor], sequences: Sequence[Tensor]
+) -> list[Side]:
+    """Follows a token of each sequence without one, such as the encoder's beside the decoder's.
+
+    Returns:
+        All tokens in the input but the first.
+    """
+    sides: list[Side] = []
+    for places in _thread.tokens[1:]:
+        known = _known(places, numbers)
+        if known and all(is_confined(place) for _, place in known):
+            sides.append(Side(known[0][0], places, False))
+    for x in sequences:
+        is_followed = any(places.get(x) is not None for places in _thread.tokens)
+        if x.ndim > 2 and not is_followed and takes_width(module, x):
+            places = WeakTensorKeyDictionary()
+            for other in (*numbers, *module.buffers()):
+                places[other] = None
+            places[x] = middle(x)
+            sides.append(Side(x, places, True))
+    _thread.tokens += [side.places for side in sides if side.is_own]
+    return sides
 
 
 def leave(entry: Entry, result: Any, has_calls: bool, forward: Callable[..., Any]) -> bool:
@@ -217,25 +276,49 @@ def leave(entry: Entry, result: Any, has_calls: bool, forward: Callable[..., Any
         that it received, and depends on the token elsewhere too.
     """
     _thread.depth -= 1
-    if _thread.places is None:
+    if not _thread.tokens:
         return False
-    is_mixer = False
-    for n, y in enumerate(tensors_of(result)):
-        place = _thread.places.get(y, _UNKNOWN)
-        is_kept = _has_same_positions(entry, y)
+    outputs = tensors_of(result)
+    is_mixer = _leave_sides(entry, outputs)
+    for n, y in enumerate(outputs):
+        place = _thread.tokens[0].get(y, _UNKNOWN)
+        is_kept = has_same_positions(entry.x, entry.place, y)
         if is_kept:
             if place is _UNKNOWN and not has_calls:
                 place = _place_in_repeated(entry, y, n, forward)
             elif place is _UNKNOWN or (place is None and has_calls):
                 place = entry.place
-            if place is not None and _is_elsewhere(entry.place, place):
+            if place is not None and is_elsewhere(entry.place, place):
                 is_mixer, place = True, entry.place
+        elif place is not _UNKNOWN and _is_in_others(entry, y, place):
+            is_mixer, place = True, None
         if entry.is_own and place is not None and place is not _UNKNOWN:
             place = _place_outside(entry, y, is_kept)
         _put(y, place)
     if entry.is_own:
         _put(entry.x, entry.before)
     return is_mixer
+
+
+def _leave_sides(entry: Entry, outputs: Sequence[Tensor]) -> bool:
+    """Ends the module's own tokens; true if one of the other sequences is in several positions."""
+    is_mixer = False
+    for x, places, is_own in entry.sides:
+        for y in outputs:
+            place = places.get(y)
+            if place is not None and is_spread(x, y, place, entry.sequences):
+                is_mixer, places[y] = True, None
+        if is_own:
+            _thread.tokens = [token for token in _thread.tokens if token is not places]
+    return is_mixer
+
+
+def _is_in_others(entry: Entry, y: Tensor, place: Place | None) -> bool:
+    """True if the token is in several positions of an output like another sequence of the input."""
+    if place is None or entry.place[-1] is not None:
+        return False
+    others = [x for x in entry.sequences if x is not entry.x]
+    return is_spread(entry.x, y, place, others)
 
 
 def _place_outside(entry: Entry, y: Tensor, is_kept: bool) -> Any:
@@ -280,50 +363,8 @@ def _place_in_repeated(
 
 def _put(x: Tensor, place: Any) -> None:
     """Notes a place, or that it is unknown."""
-    places = _thread.places
-    assert places is not None
+    places = _thread.tokens[0]
     if place is _UNKNOWN:
         places.pop(x, None)
     else:
         places[x] = place
-
-
-def _is_confined(place: Place) -> bool:
-    """True if a place distinguishes the positions of a sequence."""
-    return sum(map(_is_single, place)) >= min(2, len(place) - 1)
-
-
-def _is_single(indices: frozenset[int] | None) -> bool:
-    """True for one index. Several may be features, as of two tensors side by side."""
-    return indices is not None and len(indices) == 1
-
-
-def _has_same_positions(entry: Entry, y: Tensor) -> bool:
-    """True if a tensor has the axes of the input that distinguish its positions."""
-    return (
-        is_number(y)
-        and y.ndim == entry.x.ndim
-        and all(
-            y.shape[axis] == entry.x.shape[axis]
-            for axis, indices in enumerate(entry.place)
-            if _is_single(indices)
-        )
-    )
-
-
-def _is_elsewhere(entered: Place, left: Place) -> bool:
-    """True if the token has one index of an axis at first, and others at last."""
-    pairs = zip(entered, left, strict=True)
-    return any(_is_single(before) and after != before for before, after in pairs)
-
-
-def _is_sequence(x: Tensor) -> bool:
-    """True for (B, L, M), (L, B, M) or (L, M) with numbers that can be read."""
-    return (
-        type(x) is Tensor  # no weight
-        and x.ndim in (2, 3)
-        and max(x.shape[:-1]) > 1
-        and x.numel() > 0
-        and not (x.is_meta or x.is_nested or isinstance(x, FakeTensor))
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-    )
