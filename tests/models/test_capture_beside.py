@@ -212,6 +212,21 @@ def test_other_sequences_that_are_not_mixed_are_not_named(name: str, batch: int)
     assert calls.missed == []
 
 
+def test_captured_attention_over_the_layers_of_a_position_is_not_named() -> None:
+    """inkling2 attends to the states of earlier layers at the same position."""
+
+    def attend(states: Tensor, x: Tensor, linear: nn.Module) -> Tensor:
+        key = linear(torch.cat([states, x.unsqueeze(-2)], -2))
+        query = torch.ones(WIDTH).expand(*x.shape[:-1], 1, -1)
+        return F.scaled_dot_product_attention(query, key, key).squeeze(-2)
+
+    part = Function(attend, nn.Linear(WIDTH, WIDTH))
+    model = Beside(part, lambda part, x, _: part(torch.stack([x, x + 1], -2), x))
+    calls = capture(model, *sequences(5))
+    assert calls.missed == []
+    assert calls.layers == ["attention", "part"]
+
+
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_captured_cross_attention_of_real_models_is_not_named(name: str) -> None:
     model = build(name, "eager")

@@ -12,14 +12,13 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from qkv.models.followed_token import UNKNOWN, FollowedToken
 from qkv.models.function_places import (
     Place,
     changed_place,
     is_number,
     perturbed,
-    places_in_results,
     tensors_of,
     without_traces,
     written,
@@ -37,21 +36,18 @@ from qkv.models.running_modules import is_intercepted, paused, without_mode
 
 __all__ = ["Entry", "enter", "follow", "follow_attention", "following", "leave"]
 
-_UNKNOWN: Final[Any] = object()
-"""The place in a tensor that a function made which cannot be seen."""
-
 
 class Side(NamedTuple):
     """A token of another sequence that a module receives.
 
     Attributes:
         x: the sequence.
-        places: of the token in tensors, as those of `_Thread`.
+        token: in it.
         is_own: the token is followed inside this module only.
     """
 
     x: Tensor
-    places: WeakTensorKeyDictionary
+    token: FollowedToken
     is_own: bool
 
 
@@ -62,7 +58,7 @@ class Entry(NamedTuple):
         module: the module.
         args, kwargs: its input.
         x: the first tensor of numbers in it.
-        place: of the token in x.
+        place: of the first token in x; None: it is elsewhere.
         sequences: in the input.
         sides: further tokens in the input.
         is_own: the token is followed inside this module only.
@@ -73,7 +69,7 @@ class Entry(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     x: Tensor
-    place: Place
+    place: Place | None
     sequences: Sequence[Tensor]
     sides: Sequence[Side]
     is_own: bool = False
@@ -84,15 +80,14 @@ class _Thread(threading.local):
     """The tokens that one thread follows.
 
     Attributes:
-        tokens: for each token its places in tensors; None for a tensor that does not depend on it.
-            Unknown ones are absent. The first token is that of the whole model, the others are
-            those of other sequences in the modules that run. Empty while nothing is followed.
+        tokens: the first is that of the whole model, the others are those of other sequences in the
+            modules that run. Empty while nothing is followed.
         depth: the number of modules that have received the first token.
         has_positions: a module has received the token among others.
     """
 
     def __init__(self) -> None:
-        self.tokens: list[WeakTensorKeyDictionary] = []
+        self.tokens: list[FollowedToken] = []
         self.depth = 0
         self.has_positions = False
 
@@ -110,7 +105,7 @@ def following(is_wanted: bool) -> Iterator[Callable[[], bool]]:
     if _thread.tokens or not is_wanted:
         yield lambda: _thread.has_positions
         return
-    _thread.tokens, _thread.depth, _thread.has_positions = [WeakTensorKeyDictionary()], 0, False
+    _thread.tokens, _thread.depth, _thread.has_positions = [FollowedToken()], 0, False
     try:
         yield lambda: _thread.has_positions
     finally:
@@ -124,61 +119,18 @@ def follow(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         return function(*args, **kwargs)
     target = written(function, args)
     if target is not None:
-        found = [
-            (places, _find(function, args, kwargs, known, [target]))
-            for places in tokens
-            if (known := _known(places, [args, kwargs]))
-        ]
+        concerned = [token for token in tokens if token.known([args, kwargs])]
+        places = [token.find(function, args, kwargs, [target])[0] for token in concerned]
         result = function(*args, **kwargs)
-        for places, new_places in found:
-            if new_places is not None:
-                places[target] = new_places[0]
+        for token, place in zip(concerned, places, strict=True):
+            if place is not UNKNOWN:
+                token.put(target, place)
         return result
     result = function(*args, **kwargs)
     if numbers := [x for x in tensors_of(result) if is_number(x)]:
-        for places in tokens:
-            _note(places, function, args, kwargs, numbers)
+        for token in tokens:
+            token.note(function, args, kwargs, numbers)
     return result
-
-
-def _note(
-    places: WeakTensorKeyDictionary,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    results: Sequence[Tensor],
-) -> None:
-    """Notes the places of a token in new results of a function."""
-    arguments = [x for x in tensors_of([args, kwargs]) if is_number(x)]
-    if any(results[0] is x for x in arguments):
-        return
-    new_places: list[Place | None] | None = [None] * len(results)
-    if known := _known(places, arguments):
-        new_places = _find(function, args, kwargs, known, results)
-    elif "empty" in getattr(function, "__name__", "") or any(
-        x not in places and not isinstance(x, nn.Parameter) for x in arguments
-    ):
-        return  # a kernel that cannot be seen may fill it, or has filled an argument
-    for x, place in zip(results, new_places or (), strict=False):
-        places[x] = place
-
-
-def _known(places: WeakTensorKeyDictionary, values: Any) -> list[tuple[Tensor, Place]]:
-    """Returns the tensors that depend on a token, with its places."""
-    return [(x, place) for x in tensors_of(values) if (place := places.get(x)) is not None]
-
-
-def _find(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    known: Sequence[tuple[Tensor, Place]],
-    results: Sequence[Tensor],
-) -> list[Place | None] | None:
-    """Returns the places in the results; None if the function cannot run again."""
-    with suppress(Exception):  # such as a lack of memory: the model itself must go on
-        return places_in_results(function, args, kwargs, known, results)
-    return None
 
 
 def follow_attention(
@@ -194,15 +146,8 @@ def follow_attention(
         output: (..., L, E).
         is_length_first: the output is (B, L, H, E).
     """
-    for places in _thread.tokens:
-        place = places.get(query, _UNKNOWN)
-        if any(known[-2] is None for _, known in _known(places, [query, key, value])):
-            places[output] = (None,) * output.ndim
-        elif place is None:
-            places[output] = None
-        elif place is not _UNKNOWN and len(place) == output.ndim:
-            order = (0, 2, 1) if is_length_first else range(output.ndim - 1)
-            places[output] = (*(place[axis] for axis in order), None)
+    for token in _thread.tokens:
+        token.note_attention(query, key, value, output, is_length_first)
 
 
 def enter(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry | None:
@@ -213,28 +158,40 @@ def enter(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """
     if not _thread.tokens or not is_intercepted():
         return None
-    places = _thread.tokens[0]
     for token in _thread.tokens:
         for buffer in module.buffers(recurse=False):
-            token.setdefault(buffer, None)
+            token.ignore(buffer)
     numbers = [x for x in tensors_of([args, kwargs]) if is_number(x)]
     sequences = list({id(x): x for x in numbers if is_sequence(x, module)}.values())
-    known = _known(places, numbers)
-    before, is_own = None, False
-    if known and all(is_confined(place) for _, place in known):
-        x, place = known[0]
-    else:
-        if not sequences:
-            return None
-        x = max(sequences, key=lambda x: x.ndim)
-        if any(other is not x for other, _ in known):
-            return None
-        before, is_own = places.get(x, _UNKNOWN), _thread.depth > 0 or x.ndim != 3
-        place = places[x] = middle(x)
-        _thread.has_positions |= x.shape[-2] > 1
-    _thread.depth += 1
+    first = _enter_first(numbers, sequences)
     sides = _enter_sides(module, numbers, sequences)
+    if first is None and not sides:
+        return None
+    x, place, is_own, before = first or (sides[0].x, None, False, None)
     return Entry(module, args, kwargs, x, place, sequences, sides, is_own, before)
+
+
+def _enter_first(
+    numbers: Sequence[Tensor], sequences: Sequence[Tensor]
+) -> tuple[Tensor, Place, bool, Any] | None:
+    """Goes on with the first token, or follows one from here.
+
+    Returns:
+        x, place, is_own and before of an `Entry`; None if the first token is elsewhere.
+    """
+    token = _thread.tokens[0]
+    known = token.known(numbers)
+    if known and all(is_confined(place) for _, place in known):
+        _thread.depth += 1
+        return *known[0], False, None
+    x = max(sequences, key=lambda x: x.ndim, default=None)
+    if x is None or any(other is not x for other, _ in known):
+        return None
+    before, is_own = token.place_in(x), _thread.depth > 0 or x.ndim != 3
+    token.put(x, middle(x))
+    _thread.has_positions |= x.shape[-2] > 1
+    _thread.depth += 1
+    return x, middle(x), is_own, before
 
 
 def _enter_sides(
@@ -246,20 +203,24 @@ def _enter_sides(
         All tokens in the input but the first.
     """
     sides: list[Side] = []
-    for places in _thread.tokens[1:]:
-        known = _known(places, numbers)
+    for token in _thread.tokens[1:]:
+        known = token.known(numbers)
         if known and all(is_confined(place) for _, place in known):
-            sides.append(Side(known[0][0], places, False))
+            sides.append(Side(known[0][0], token, False))
     for x in sequences:
-        is_followed = any(places.get(x) is not None for places in _thread.tokens)
-        if x.ndim > 2 and not is_followed and takes_width(module, x):
-            places = WeakTensorKeyDictionary()
+        if x.ndim > 2 and not _is_followed(x) and takes_width(module, x):
+            token = FollowedToken()
+            token.put(x, middle(x))
             for other in (*numbers, *module.buffers()):
-                places[other] = None
-            places[x] = middle(x)
-            sides.append(Side(x, places, True))
-    _thread.tokens += [side.places for side in sides if side.is_own]
+                token.ignore(other)
+            sides.append(Side(x, token, True))
+            _thread.tokens.append(token)
     return sides
+
+
+def _is_followed(x: Tensor) -> bool:
+    """True if some token has one position of a sequence."""
+    return any(is_confined(place) for token in _thread.tokens for _, place in token.known(x))
 
 
 def leave(entry: Entry, result: Any, has_calls: bool, forward: Callable[..., Any]) -> bool:
@@ -275,47 +236,50 @@ def leave(entry: Entry, result: Any, has_calls: bool, forward: Callable[..., Any
         True if the module mixes positions outside of attention calls: it returns the positions
         that it received, and depends on the token elsewhere too.
     """
-    _thread.depth -= 1
     if not _thread.tokens:
         return False
     outputs = tensors_of(result)
     is_mixer = _leave_sides(entry, outputs)
+    if entry.place is None:
+        return is_mixer
+    _thread.depth -= 1
+    token = _thread.tokens[0]
     for n, y in enumerate(outputs):
-        place = _thread.tokens[0].get(y, _UNKNOWN)
+        place = token.place_in(y)
         is_kept = has_same_positions(entry.x, entry.place, y)
         if is_kept:
-            if place is _UNKNOWN and not has_calls:
+            if place is UNKNOWN and not has_calls:
                 place = _place_in_repeated(entry, y, n, forward)
-            elif place is _UNKNOWN or (place is None and has_calls):
+            elif place is UNKNOWN or (place is None and has_calls):
                 place = entry.place
             if place is not None and is_elsewhere(entry.place, place):
                 is_mixer, place = True, entry.place
-        elif place is not _UNKNOWN and _is_in_others(entry, y, place):
+        elif place is not UNKNOWN and _is_in_others(entry, y, place):
             is_mixer, place = True, None
-        if entry.is_own and place is not None and place is not _UNKNOWN:
+        if entry.is_own and place is not None and place is not UNKNOWN:
             place = _place_outside(entry, y, is_kept)
-        _put(y, place)
+        token.put(y, place)
     if entry.is_own:
-        _put(entry.x, entry.before)
+        token.put(entry.x, entry.before)
     return is_mixer
 
 
 def _leave_sides(entry: Entry, outputs: Sequence[Tensor]) -> bool:
     """Ends the module's own tokens; true if one of the other sequences is in several positions."""
     is_mixer = False
-    for x, places, is_own in entry.sides:
-        for y in outputs:
-            place = places.get(y)
-            if place is not None and is_spread(x, y, place, entry.sequences):
-                is_mixer, places[y] = True, None
+    for x, token, is_own in entry.sides:
+        for y, place in token.known(outputs):
+            if is_spread(x, y, place, entry.sequences):
+                is_mixer = True
+                token.put(y, None)
         if is_own:
-            _thread.tokens = [token for token in _thread.tokens if token is not places]
+            _thread.tokens.remove(token)
     return is_mixer
 
 
 def _is_in_others(entry: Entry, y: Tensor, place: Place | None) -> bool:
     """True if the token is in several positions of an output like another sequence of the input."""
-    if place is None or entry.place[-1] is not None:
+    if place is None or entry.place is None or entry.place[-1] is not None:
         return False
     others = [x for x in entry.sequences if x is not entry.x]
     return is_spread(entry.x, y, place, others)
@@ -329,7 +293,7 @@ def _place_outside(entry: Entry, y: Tensor, is_kept: bool) -> Any:
         y: the output.
         is_kept: it has the positions of the input.
     """
-    if entry.before is None or entry.before is _UNKNOWN:
+    if entry.before is None or entry.before is UNKNOWN:
         return entry.before
     return (*entry.before[:-1], None) if is_kept else (None,) * y.ndim
 
@@ -359,12 +323,3 @@ def _place_in_repeated(
             )
             return changed_place(y, list(tensors_of(forward(*args, **kwargs)))[n])
     return (None,) * y.ndim
-
-
-def _put(x: Tensor, place: Any) -> None:
-    """Notes a place, or that it is unknown."""
-    places = _thread.tokens[0]
-    if place is _UNKNOWN:
-        places.pop(x, None)
-    else:
-        places[x] = place
