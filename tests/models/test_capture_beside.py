@@ -182,6 +182,20 @@ def test_positions_of_another_sequence_are_named(name: str, length: int, batch: 
     assert [missed.layer for missed in calls.missed] == ["part"]
 
 
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_module_that_receives_a_table_of_all_pairs_is_followed(is_wrong: bool) -> None:
+    """bros computes a table of the distances of all tokens, which its attention receives."""
+
+    def attend(x: Tensor, table: Tensor, linear: nn.Module) -> Tensor:
+        scores = x @ linear(x).mT + table.mean(-1)
+        return scores.softmax(-1) @ x if is_wrong else captured_cross(x, x, linear)
+
+    part = Function(attend, nn.Linear(WIDTH, WIDTH))
+    model = Beside(part, lambda part, x, _: part(x, x[:, None] - x[:, :, None]))
+    calls = capture(model, *sequences(5))
+    assert [missed.layer for missed in calls.missed] == ["part"] * is_wrong
+
+
 def captured_cross(x: Tensor, c: Tensor, linear: nn.Module) -> Tensor:
     key = linear(c)
     return x + F.scaled_dot_product_attention(x[:, None], key[:, None], key[:, None])[:, 0]

@@ -164,7 +164,7 @@ def enter(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     numbers = [x for x in tensors_of([args, kwargs]) if is_number(x)]
     sequences = list({id(x): x for x in numbers if is_sequence(x, module)}.values())
     first = _enter_first(numbers, sequences)
-    sides = _enter_sides(module, numbers, sequences)
+    sides = _enter_sides(module, numbers, sequences, _thread.tokens[: first is not None])
     if first is None and not sides:
         return None
     x, place, is_own, before = first or (sides[0].x, None, False, None)
@@ -195,9 +195,17 @@ def _enter_first(
 
 
 def _enter_sides(
-    module: nn.Module, numbers: Sequence[Tensor], sequences: Sequence[Tensor]
+    module: nn.Module,
+    numbers: Sequence[Tensor],
+    sequences: Sequence[Tensor],
+    entered: Sequence[FollowedToken],
 ) -> list[Side]:
     """Follows a token of each sequence without one, such as the encoder's beside the decoder's.
+
+    Args:
+        module: the module.
+        numbers, sequences: in its input.
+        entered: the first token, if the module has received it.
 
     Returns:
         All tokens in the input but the first.
@@ -207,8 +215,11 @@ def _enter_sides(
         known = token.known(numbers)
         if known and all(is_confined(place) for _, place in known):
             sides.append(Side(known[0][0], token, False))
+    known = [each for token in entered for each in token.known(sequences)]
+    known += [each for side in sides for each in side.token.known(sequences)]
     for x in sequences:
-        if x.ndim > 2 and not _is_followed(x) and takes_width(module, x):
+        is_followed = any(other is x and is_confined(place) for other, place in known)
+        if x.ndim > 2 and not is_followed and takes_width(module, x):
             token = FollowedToken()
             token.put(x, middle(x))
             for other in (*numbers, *module.buffers()):
@@ -216,11 +227,6 @@ def _enter_sides(
             sides.append(Side(x, token, True))
             _thread.tokens.append(token)
     return sides
-
-
-def _is_followed(x: Tensor) -> bool:
-    """True if some token has one position of a sequence."""
-    return any(is_confined(place) for token in _thread.tokens for _, place in token.known(x))
 
 
 def leave(entry: Entry, result: Any, has_calls: bool, forward: Callable[..., Any]) -> bool:
