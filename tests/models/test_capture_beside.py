@@ -241,6 +241,35 @@ def test_captured_attention_over_the_layers_of_a_position_is_not_named() -> None
     assert calls.layers == ["attention", "part"]
 
 
+def test_learned_queries_of_all_items_are_not_named() -> None:
+    """The queries of granite_speech are one item, to which the output of each item is added."""
+
+    def attend(x: Tensor, query: Tensor, linear: nn.Module, add: nn.Module) -> Tensor:
+        key = linear(x)[:, None]
+        q = query[:, None].expand(len(x), -1, -1, -1)
+        found: Tensor = add(F.scaled_dot_product_attention(q, key, key)[:, 0], query)
+        return found
+
+    add = Function(lambda y, query, linear: linear(y) + query, nn.Linear(WIDTH, WIDTH))
+    part = Function(attend, nn.Linear(WIDTH, WIDTH), add)
+    queries = torch.ones(1, 3, WIDTH)
+    model = Beside(part, lambda part, x, _: part(x, queries))
+    assert capture(model, *sequences(3)).missed == []
+
+
+def test_layers_that_mix_tokens_by_a_matrix_are_named_once() -> None:
+    """GroupViT has a perceptron over the tokens, beside layers that receive two sequences."""
+    mix = Function(
+        lambda x, linear: linear(x.transpose(1, 2)).transpose(1, 2), nn.Linear(LENGTH, LENGTH)
+    )
+    part = Function(
+        lambda x, c, mix, linear: captured_cross(mix(x), c, linear), mix, nn.Linear(WIDTH, WIDTH)
+    )
+    calls = capture(Beside(part, lambda part, x, c: part(x, c)), *sequences(5))
+    assert len(calls.missed) == 1
+    assert calls.missed[0].layer.startswith("part.parts.0")
+
+
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_captured_cross_attention_of_real_models_is_not_named(name: str) -> None:
     model = build(name, "eager")

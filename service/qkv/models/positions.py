@@ -55,7 +55,9 @@ def is_elsewhere(entered: Place, left: Place) -> bool:
     return any(_is_single(before) and after != before for before, after in pairs)
 
 
-def is_spread(x: Tensor, y: Tensor, place: Place, sequences: Sequence[Tensor]) -> bool:
+def is_spread(
+    x: Tensor, entered: Place, y: Tensor, place: Place, sequences: Sequence[Tensor]
+) -> bool:
     """True if a token of x is in the features of several positions of an output y.
 
     A score for each pair of positions has it in one feature. One vector for all positions, and one
@@ -63,6 +65,7 @@ def is_spread(x: Tensor, y: Tensor, place: Place, sequences: Sequence[Tensor]) -
 
     Args:
         x: one of the sequences that a module received.
+        entered: place of the token in x.
         y: an output of the module.
         place: of the token in y.
         sequences: all of them: y has the positions of one.
@@ -71,8 +74,8 @@ def is_spread(x: Tensor, y: Tensor, place: Place, sequences: Sequence[Tensor]) -
         return False
     if x.ndim != y.ndim:
         return any(not _is_single(indices) for indices in place[1:-1])
-    lengths = zip(x.shape[:-1], place[:-1], strict=True)
-    return any(n > 1 and not _is_single(indices) for n, indices in lengths)
+    axes = zip(x.shape[:-1], entered[:-1], place[:-1], strict=True)
+    return any(n > 1 and _is_single(at) and not _is_single(left) for n, at, left in axes)
 
 
 def is_sequence(x: Tensor, module: nn.Module) -> bool:

@@ -42,11 +42,13 @@ class Side(NamedTuple):
 
     Attributes:
         x: the sequence.
-        token: in it.
+        place: of the token in it.
+        token: the token.
         is_own: the token is followed inside this module only.
     """
 
     x: Tensor
+    place: Place
     token: FollowedToken
     is_own: bool
 
@@ -213,8 +215,8 @@ def _enter_sides(
     sides: list[Side] = []
     for token in _thread.tokens[1:]:
         known = token.known(numbers)
-        if known and all(is_confined(place) for _, place in known):
-            sides.append(Side(known[0][0], token, False))
+        if known and all(is_confined(place) and place[-1] is None for _, place in known):
+            sides.append(Side(*known[0], token, False))
     known = [each for token in entered for each in token.known(sequences)]
     known += [each for side in sides for each in side.token.known(sequences)]
     for x in sequences:
@@ -224,7 +226,7 @@ def _enter_sides(
             token.put(x, middle(x))
             for other in (*numbers, *module.buffers()):
                 token.ignore(other)
-            sides.append(Side(x, token, True))
+            sides.append(Side(x, middle(x), token, True))
             _thread.tokens.append(token)
     return sides
 
@@ -273,9 +275,9 @@ def leave(entry: Entry, result: Any, has_calls: bool, forward: Callable[..., Any
 def _leave_sides(entry: Entry, outputs: Sequence[Tensor]) -> bool:
     """Ends the module's own tokens; true if one of the other sequences is in several positions."""
     is_mixer = False
-    for x, token, is_own in entry.sides:
+    for x, entered, token, is_own in entry.sides:
         for y, place in token.known(outputs):
-            if is_spread(x, y, place, entry.sequences):
+            if is_spread(x, entered, y, place, entry.sequences):
                 is_mixer = True
                 token.put(y, None)
         if is_own:
@@ -288,7 +290,7 @@ def _is_in_others(entry: Entry, y: Tensor, place: Place | None) -> bool:
     if place is None or entry.place is None or entry.place[-1] is not None:
         return False
     others = [x for x in entry.sequences if x is not entry.x]
-    return is_spread(entry.x, y, place, others)
+    return is_spread(entry.x, entry.place, y, place, others)
 
 
 def _place_outside(entry: Entry, y: Tensor, is_kept: bool) -> Any:
