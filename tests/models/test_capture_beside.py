@@ -246,8 +246,7 @@ def test_learned_queries_of_all_items_are_not_named() -> None:
 
     def attend(x: Tensor, query: Tensor, linear: nn.Module, add: nn.Module) -> Tensor:
         key = linear(x)[:, None]
-        q = query[:, None].expand(len(x), -1, -1, -1)
-        found: Tensor = add(F.scaled_dot_product_attention(q, key, key)[:, 0], query)
+        found: Tensor = add(F.scaled_dot_product_attention(query[:, None], key, key)[:, 0], query)
         return found
 
     add = Function(lambda y, query, linear: linear(y) + query, nn.Linear(WIDTH, WIDTH))

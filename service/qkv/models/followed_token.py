@@ -89,7 +89,11 @@ class FollowedToken:
             self.put(output, None)
         elif place is not UNKNOWN and len(place) == output.ndim:
             order = (0, 2, 1) if is_length_first else range(output.ndim - 1)
-            self.put(output, (*(place[axis] for axis in order), None))
+            axes = [
+                place[m] if query.shape[m] == n else None
+                for m, n in zip(order, output.shape, strict=False)
+            ]
+            self.put(output, (*axes, None))
 
 
 def _place_of_mixed(

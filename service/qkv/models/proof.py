@@ -13,7 +13,7 @@ from qkv.models.model_call import ModelCall
 __all__ = ["is_proved"]
 
 _BLOCK: Final = 1 << 22  # scores that are held at a time
-_NEAR: Final = 30.0  # a score so far below the largest has no weight, whatever its rounding
+_NEAR: Final = 100.0  # so much less in a mask leaves a score no weight
 _MATMUL_BITS: Final = {"high": 10, "medium": 7}  # of float32, as torch may shorten it
 
 
@@ -47,14 +47,11 @@ def _has_proved_rows(call: ModelCall, output: Tensor, rows: slice) -> bool:
     query, key, value, output = (x.to(dtype) for x in numbers)
     query, output = query[:, :, rows], output[:, :, rows]
     scores, size = _scores(call, query, key, rows)
-    largest = scores.amax(-1, keepdim=True)
-    near = scores > largest - _NEAR
     if call.sinks is not None:
         sinks = call.sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
-    expected = scores.softmax(-1)[..., : key.shape[2]] @ value
-    size = size.masked_fill(~near, 0).amax(-1, keepdim=True)
     D, S = key.shape[-1], key.shape[2]
+    expected = scores.softmax(-1)[..., :S] @ value
     # a score is rounded some four times, its weight and the output once each; sums are wider
     shift = _eps(numbers) * (4 * size + 8) + torch.finfo(dtype).eps * (D * size + S)
     bound = shift * value.abs().amax(2, keepdim=True)
@@ -63,11 +60,13 @@ def _has_proved_rows(call: ModelCall, output: Tensor, rows: slice) -> bool:
 
 
 def _scores(call: ModelCall, query: Tensor, key: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """Returns the scores of some rows, and the size of the numbers that they are sums of."""
+    """Returns the scores of some rows, and for each row the size of the numbers in their sums."""
     scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-    scores = query @ key.mT * scale
-    lengths = query.norm(dim=-1, keepdim=True) * key.norm(dim=-1, keepdim=True).mT
-    size = scores.abs() + lengths * abs(scale) * query.shape[-1] ** -0.5
+    query = query * scale
+    scores = query @ key.mT
+    longest = key.norm(dim=-1).amax(-1)[..., None, None]
+    size = scores.abs().amax(-1, keepdim=True)
+    size = size + query.norm(dim=-1, keepdim=True) * longest * query.shape[-1] ** -0.5
     if call.softcap is not None:
         scores = (scores / call.softcap).tanh() * call.softcap
     mask = call.mask
@@ -76,9 +75,13 @@ def _scores(call: ModelCall, query: Tensor, key: Tensor, rows: slice) -> tuple[T
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -torch.inf)
     elif mask is not None:
-        scores, size = scores + mask, size + mask.abs()
-    sight = pairs_in_sight(call, call.query.shape[2], key.shape[2])[rows]
-    return scores.masked_fill(~sight, -torch.inf), size
+        largest = mask.amax(-1, keepdim=True)
+        scores = scores + mask
+        size = size + mask.abs().masked_fill(mask < largest - _NEAR, 0).amax(-1, keepdim=True)
+    if call.causal or call.window is not None:
+        sight = pairs_in_sight(call, call.query.shape[2], key.shape[2])[rows]
+        scores = scores.masked_fill(~sight, -torch.inf)
+    return scores, size
 
 
 def _eps(numbers: tuple[Tensor, ...]) -> float:
