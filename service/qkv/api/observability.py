@@ -114,6 +114,7 @@ class RequestObserver:
         if metrics_recorder.has_variant(LAYER_VARIANT):
             *_, infer = _RUN_PATHS
             self._labels |= {infer % name: LAYER_VARIANT for name in metrics_recorder.layers}
+        self.received = metrics_recorder.add_request_bytes
         self._is_silent = log is None and traces is None
         self._prefix = os.urandom(8).hex().encode()
         self._numbers = itertools.count(1)
@@ -139,7 +140,6 @@ class RequestObserver:
         if outcome is None:
             is_ok = 200 <= request.status < 400
             outcome = "ok" if is_ok else _ERROR_NAMES.get(request.status, "internal")
-        self._metrics_recorder.add_request_bytes(request.received_bytes)
         self._metrics_recorder.record_response(
             label, outcome, seconds, request.sent_bytes, request.times
         )
@@ -208,6 +208,12 @@ class ObservabilityMiddleware:
         id = self._observer.id_of(request)
         _current.set(request)  # each request has a task and a context of its own
 
+        async def receive_observed() -> Message:
+            message = await receive()
+            if body := message.get("body"):
+                self._observer.received(len(body))
+            return message
+
         async def send_observed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 request.status = message["status"]
@@ -223,7 +229,7 @@ class ObservabilityMiddleware:
         if (error := scope.get(PROTOCOL_ERROR)) is not None:
             app = self._error_response(error, scope["path"])
         try:
-            await app(scope, receive, send_observed)
+            await app(scope, receive_observed, send_observed)
         finally:
             # if the client disconnected, or the application failed
             self._observer.record_end(scope, request)

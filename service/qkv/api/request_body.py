@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from qkv.api.compressed_body import decompress, is_compressed
-from qkv.api.request_record import Header, RequestRecord, headers_of, record_of
+from qkv.api.request_record import Header, headers_of
 from qkv.errors import ClientDisconnected, PayloadTooLarge, UnsupportedMediaType
 from qkv.wire import Codec, for_accept, for_content_type, json
 from qkv.wire.message import Message
@@ -151,12 +151,11 @@ async def read_body(
         MalformedRequest: the body cannot be decompressed.
         ClientDisconnected: the client disconnected during the body.
     """
-    record = record_of(request.scope)
-    has_coding = is_compressed(record.headers)
-    declared = _declared_bytes(record.headers, limit)
-    chunks = _receive_chunks(
-        request.receive, record, declared or limit, grow if declared is None else None
-    )
+    headers = headers_of(request.scope)
+    has_coding = is_compressed(headers)
+    declared = _declared_bytes(headers, limit)
+    count = grow if declared is None else None
+    chunks = _receive_chunks(request.receive, declared or limit, count)
     if has_coding:
         pieces = await decompress(chunks, limit, grow)
     elif declared is None:
@@ -188,17 +187,17 @@ def _text(value: bytes | None) -> str | None:
 
 
 async def _receive_chunks(
-    receive: Receive, record: RequestRecord, limit: int, count: Callable[[int], None] | None
+    receive: Receive, limit: int, count: Callable[[int], None] | None
 ) -> AsyncGenerator[bytes, None]:
     """Yields the parts of a body."""
-    more = True
+    size, more = 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected(_DISCONNECTED)
         chunk, more = message.get("body", b""), message.get("more_body", False)
-        record.received_bytes += len(chunk)
-        if record.received_bytes > limit:
+        size += len(chunk)
+        if size > limit:
             raise PayloadTooLarge(
                 f"the body is too large: got more than {limit} bytes", limit=limit
             )

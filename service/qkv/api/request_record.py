@@ -35,7 +35,6 @@ class RequestRecord:
         tenant: its sender, by the API key.
         id: the id of the request; None until it is chosen.
         received_at: time of its head, by `time.perf_counter`.
-        received_bytes: bytes of the body that were read.
         status: of the response; 0 until it begins.
         sent_bytes: bytes of the response's body.
         error_name: the problem type of its error; None: it has none.
@@ -52,7 +51,7 @@ class RequestRecord:
         self.tenant = ANYONE
         self.id: bytes | None = None
         self.received_at = time.perf_counter()
-        self.received_bytes = self.status = self.sent_bytes = 0
+        self.status = self.sent_bytes = 0
         self.error_name: str | None = None
         self.times: Times | None = None
         self.variant: str | None = None
