@@ -47,7 +47,9 @@ class SourceRules:
     ) -> None:
         self._origins = frozenset(origin.encode() for origin in origins)
         names = {*hosts}
-        self._serves_any_host = _ANY in names or not (names or _may_be_loopback(bound_host))
+        self._serves_any_host = _ANY in names or not (
+            names or _is_loopback(bound_host, of_name=True)
+        )
         self._is_listed = bool(names)
         names.update(_LOOPBACK_NAMES)
         names.add(f"[{bound_host}]" if ":" in bound_host else bound_host.lower())
@@ -83,7 +85,7 @@ class SourceRules:
         if name in self._hosts or _is_of_this_machine(name.decode("latin-1"), scope):
             return True
         server = scope.get("server")
-        return not (self._is_listed or (server is not None and _may_be_loopback(server[0])))
+        return not (self._is_listed or (server is not None and _is_loopback(server[0])))
 
     def _is_allowed(self, origin: bytes | None, site: bytes | None, host: bytes | None) -> bool:
         """Returns True if a request comes from an allowed origin.
@@ -124,12 +126,12 @@ class RequestSourceMiddleware:
         return await app(scope, receive, send)
 
 
-def _may_be_loopback(host: str) -> bool:
-    """Returns True for a loopback address, and for a name, whose address is not known here."""
+def _is_loopback(host: str, *, of_name: bool = False) -> bool:
+    """Returns True for a loopback address, and `of_name` for a name."""
     try:
         return _address(host).is_loopback
     except ValueError:
-        return True
+        return of_name
 
 
 def _is_of_this_machine(name: str, scope: Scope) -> bool:
