@@ -101,7 +101,14 @@ class Service:
 
     @property
     def is_forked(self) -> bool:
-        """True once the supervisor has started its processes; an import may run another program."""
+        """True once the supervisor handles signals and has started its processes.
+
+        Before, it runs others: an import another program, and a search for devices a fork.
+        """
+        status = Path(f"/proc/{self.process.popen.pid}/status").read_text()
+        handled = int(status.partition("SigCgt:")[2].split()[0], 16)
+        if not handled >> (signal.SIGTERM - 1) & 1:
+            return False
         names = {Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.pids}
         return len(self.pids) == self.topology.count and all(b"serve" in name for name in names)
 

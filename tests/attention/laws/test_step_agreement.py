@@ -48,7 +48,8 @@ def test_steps_agree_with_output_and_weights(variant: Variant, data: st.DataObje
     for name in {"output", "weights"} & bounds.keys():
         if name == "output" or not call.get("dropout"):  # which has a step of its own
             output = getattr(result, name)
-            assert is_near(found[STEPS + name].to(output.dtype), output, bounds[name]), name
+            # the bound has one rounding to the dtype: that of the output
+            assert is_near(output, found[STEPS + name], bounds[name]), name
 
 
 def wide(variant: Variant, call: dict[str, Any]) -> dict[str, Any]:
