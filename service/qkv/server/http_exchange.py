@@ -17,6 +17,7 @@ __all__ = ["Exchange"]
 _log = logging.getLogger(__name__)
 
 _JOINED_BYTES: Final = 1 << 16  # a body is copied behind its head sooner than sent by itself
+_FEW_CHUNKS: Final = 8
 _STATUS_LINES: Final = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
 _FAILURE: Final = b"Internal Server Error"
 _FAILURE_HEADERS: Final = (
@@ -126,10 +127,14 @@ class Exchange:
             await self._wait()
         if self._is_over:
             return {"type": "http.disconnect"}
-        chunks, self._chunks, self.unread_bytes = self._chunks, [], 0
-        self._is_read = self._is_received
-        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        return {"type": "http.request", "body": body, "more_body": not self._is_received}
+        # a few large chunks are not copied, and small ones take one turn
+        is_large = self.unread_bytes > _JOINED_BYTES and len(self._chunks) <= _FEW_CHUNKS
+        count = 1 if is_large else len(self._chunks)
+        body = b"".join(self._chunks[:count])
+        del self._chunks[:count]
+        self.unread_bytes -= len(body)
+        self._is_read = self._is_received and not self._chunks
+        return {"type": "http.request", "body": body, "more_body": not self._is_read}
 
     def _take_error(self) -> QkvError:
         # an error that is raised refers to the frames above, which refer to this object: if this
