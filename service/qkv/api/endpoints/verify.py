@@ -113,7 +113,7 @@ def _work(
 
 def _body(case_type: Any) -> Any:
     """Returns the type of a body: that draws, or that judges."""
-    refused = (SkipJsonSchema[dict[str, Any]], Field(default={}))  # with a reason: no case
+    refused: Any = (SkipJsonSchema[dict[str, Any]], Field(default={}))  # with a reason: no case
     draw = _with_types("DrawRequest", DrawFields, outputs=refused, encoding=encoding_field)
     about = "In the dtype of the case"
     named = {n: optional(Tensor, about) for n in _result_names()}
