@@ -110,12 +110,16 @@ def _clean_environment() -> Iterator[None]:
         yield
 
 
-def pytest_sessionstart() -> None:
-    """Lets SIGINT interrupt the processes that tests start."""
-    # A shell starts a background job with SIGINT ignored, and every child inherits that. With a
-    # Python handler here, a child starts with the default action, so that Ctrl-C tests work.
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Lets SIGINT and SIGHUP reach the processes that tests start."""
+    # A shell starts a background job with SIGINT ignored, and nohup starts a command with SIGHUP
+    # ignored, and every child inherits that. With a Python handler here, a child starts with the
+    # default action, so that tests of Ctrl-C and of closing terminals work.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    runs_tests = session.config.getvalue("dist") == "no"  # the processes of xdist must stay too
+    if runs_tests and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
