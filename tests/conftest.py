@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import pytest
 import torch
 
@@ -107,6 +109,15 @@ def _clean_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [n for n in os.environ if n.upper().startswith(("QKV_", "OTEL_"))]:
             patch.delenv(name)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_tls_context() -> Iterator[None]:
+    """Loads the certificates for clients of httpx once: it takes 20 ms, and few tests need any."""
+    with pytest.MonkeyPatch.context() as patch:
+        cached = functools.cache(httpx.create_ssl_context)
+        patch.setattr("httpx._transports.default.create_ssl_context", cached)
         yield
 
 

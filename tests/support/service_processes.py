@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 
 from qkv.client.request_builders import build_attend
-from support.processes import TIMEOUT_S, Process, wait_until
+from support.processes import TIMEOUT_S, Process
 
 PATH: Final = "/v1/attention/softmax"
 TINY_BODY: Final = json.dumps(
@@ -163,14 +163,3 @@ def device_process_pid(service_process: Process) -> int:
     """Returns the id of the only child that has no listening socket."""
     (found,) = device_process_pids(service_process)
     return found
-
-
-def wait_until_computing(pid: int) -> None:
-    """Waits until a process has computed for half a second, as only a large job does."""
-    stat, ticks_per_s = Path(f"/proc/{pid}/stat"), os.sysconf("SC_CLK_TCK")
-
-    def ticks() -> int:
-        return sum(map(int, stat.read_text().rsplit(")")[-1].split()[11:13]))
-
-    ticks_before = ticks()
-    wait_until(lambda: ticks() > ticks_before + ticks_per_s // 2)
