@@ -7,8 +7,8 @@ the path that calls `scaled_dot_product_attention`, which shows queries, keys an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FunctionType
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from qkv.models.function_places import without_traces
 from qkv.models.model_call import CallOutput, ModelCall
 from qkv.models.proof import is_projected
 from qkv.models.running_modules import (
@@ -162,11 +163,10 @@ def _wrap_multihead(module: nn.MultiheadAttention, forward: _Forward) -> _Forwar
                 return forward(*args, **kwargs)
         heads = _Heads(module, given)
         if has_only_recorders() and (given.need_weights or is_replaced or _may_be_fast(module)):
+            random_state = _random_numbers(given.query).get_rng_state()
             with paused(), without_mode():
-                repeat = _repeat_random_numbers(given.query) if heads.dropout else nullcontext()
                 result = forward(*args, **kwargs)
-            with repeat:
-                heads.record(forward, result[0])
+            heads.record(forward, result[0], random_state)
             return result
         with paused(), _HeadsMode(functools.partial(heads.dispatch, given.need_weights)):
             output, _ = forward(*given.without_weights())
@@ -234,20 +234,22 @@ class _Heads:
     """
 
     def __init__(self, module: nn.MultiheadAttention, given: _Arguments) -> None:
-        self.dropout = module.dropout if module.training else 0.0
         self.calls: list[ModelCall] = []
         self.outputs: list[CallOutput] = []
         self._module, self._given = module, given
 
-    def record(self, forward: _Forward, result: Tensor) -> None:
+    def record(self, forward: _Forward, result: Tensor, random_state: Tensor) -> None:
         """Runs the module once more, to record its heads.
 
         Args:
             forward: of the module.
             result: what the module returned.
+            random_state: of the random numbers before, which are drawn again.
         """
-        # a lack of memory, or a `forward` of other arguments: the model itself must go on
-        with paused(), torch.no_grad(), _HeadsMode(self._keep), suppress(Exception):
+        query = self._given.query
+        with paused(), without_traces(query.device), _HeadsMode(self._keep), suppress(Exception):
+            # a lack of memory, or a `forward` of other arguments: the model itself must go on
+            _random_numbers(query).set_rng_state(random_state)
             forward(*self._given.without_weights())
         if not self.calls:
             report_miss(_OWN_CODE)
@@ -312,18 +314,6 @@ def _weigh(call: ModelCall) -> CallOutput:
     return CallOutput(F.dropout(weights, call.dropout) @ call.value, weights)
 
 
-def _repeat_random_numbers(x: Tensor) -> AbstractContextManager[None]:
-    """Returns a context that draws the random numbers from now again, and leaves no trace."""
-    generator: Any = torch if x.device.type == "cpu" else torch.get_device_module(x.device)
-    now = generator.get_rng_state()
-
-    @contextmanager
-    def repeat() -> Iterator[None]:
-        later = generator.get_rng_state()
-        generator.set_rng_state(now)
-        try:
-            yield
-        finally:
-            generator.set_rng_state(later)
-
-    return repeat()
+def _random_numbers(x: Tensor) -> Any:
+    """Returns torch's module of the random numbers of a device."""
+    return torch if x.device.type == "cpu" else torch.get_device_module(x.device)
