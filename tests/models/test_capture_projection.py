@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qkv
 from qkv.models.calls import Calls
@@ -230,3 +231,33 @@ def test_dropped_weights_prove_nothing() -> None:
     for needs_weights in (True, False):
         calls = capture(module, x, x, x, need_weights=needs_weights)
         assert (len(calls), calls.missed, calls[0].dropout) == (1, [], 0.5)
+
+
+def test_forward_of_other_arguments_or_results_keeps_them() -> None:
+    x = torch.randn(2, 5, M)
+    one, bare = (nn.MultiheadAttention(M, HEADS, batch_first=True).eval() for _ in range(2))
+    original = bare.forward
+    vars(one)["forward"] = lambda x: nn.functional.scaled_dot_product_attention(x, x, x)
+    vars(bare)["forward"] = lambda *args, **options: original(*args, **options)[0]
+    with torch.no_grad():
+        for module, arguments in ((one, [x]), (bare, [x, x, x])):
+            calls = capture(module, *arguments)
+            assert (len(calls), calls.missed) == (1, [])
+    with pytest.raises(TypeError, match="2 required positional arguments"), qkv.capture(bare):
+        bare(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["module", "layer"])
+@pytest.mark.parametrize("context", [FakeTensorMode, lambda: torch.device("meta")])
+def test_tensors_without_numbers_are_reported(
+    context: Callable[[], Any], kind: str, training: bool
+) -> None:
+    with context(), torch.no_grad():
+        module = nn.MultiheadAttention(M, HEADS, dropout=0.1, batch_first=True).train(training)
+        layer = nn.TransformerEncoderLayer(M, HEADS, 24, batch_first=True).train(training)
+        x, mask = torch.randn(2, 5, M), torch.zeros(5, 5)
+        with pytest.warns(CaptureWarning, match="no numbers"):  # noqa: SIM117
+            with qkv.capture(layer if kind == "layer" else module) as calls:
+                layer(x, mask) if kind == "layer" else module(x, x, x, attn_mask=mask)
+    assert len(calls) == 0

@@ -101,7 +101,7 @@ def is_projected(
     call: ModelCall,
     output: Tensor,
     inputs: Sequence[Tensor],
-    result: Tensor,
+    result: object,
 ) -> bool:
     """Tells if a module returned the projected outputs of its heads, within their rounding.
 
@@ -117,6 +117,8 @@ def is_projected(
     """
     if call.dropout:
         return True
+    if not isinstance(result, Tensor) or result.shape != inputs[0].shape:
+        return False
     numbers = (*inputs, call.query, output, result, module.out_proj.weight)
     dtype = torch.promote_types(torch.float32, result.dtype)
     with torch.autocast(result.device.type, enabled=False):

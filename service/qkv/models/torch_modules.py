@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import FunctionType
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -94,11 +95,11 @@ def _repeat_attention(
     masks = []
     for each in (padding, mask):
         if each is not None and each.dtype != torch.bool:
-            hidden = each != 0
-            if not bool((each[hidden] == -torch.inf).all()):
+            is_truth = (each == 0) | (each == -torch.inf)
+            if not isinstance(each, FakeTensor) and not bool(is_truth.all()):
                 report_miss(_TRUTH)
                 return
-            each = hidden
+            each = each != 0
         masks.append(each)
     if layer.norm_first:
         with paused():
@@ -145,8 +146,11 @@ class _Arguments(NamedTuple):
         return all(mask is None or mask.dtype == torch.bool for mask in masks)
 
     def without_weights(self) -> _Arguments:
-        """Returns those of a run without weights. With them torch reads no hint of causality."""
-        is_causal = self.is_causal and not self.need_weights
+        """Returns those of a run without weights.
+
+        Torch reads no hint of causality where it computes weights, and rejects one without a mask.
+        """
+        is_causal = self.is_causal and not self.need_weights and self.attn_mask is not None
         return self._replace(need_weights=False, is_causal=is_causal)
 
 
@@ -156,17 +160,21 @@ def _wrap_multihead(module: nn.MultiheadAttention, forward: _Forward) -> _Forwar
     def attend(*args: Any, **kwargs: Any) -> Any:
         if not is_intercepted():
             return forward(*args, **kwargs)
-        given = _Arguments(*args, **kwargs)
+        try:
+            given = _Arguments(*args, **kwargs)
+        except TypeError:  # a `forward` of other arguments, or torch's error
+            return forward(*args, **kwargs)
         if any(x.is_nested for x in given.inputs):
             report_miss("its tensors are nested: pad them")
             with paused(), without_mode():
                 return forward(*args, **kwargs)
         heads = _Heads(module, given)
         if has_only_recorders() and (given.need_weights or is_replaced or _may_be_fast(module)):
-            random_state = _random_numbers(given.query).get_rng_state()
+            drops = module.training and module.dropout
+            random_state = _random_numbers(given.query).get_rng_state() if drops else None
             with paused(), without_mode():
                 result = forward(*args, **kwargs)
-            heads.record(forward, result[0], random_state)
+            heads.record(forward, result, random_state)
             return result
         with paused(), _HeadsMode(functools.partial(heads.dispatch, given.need_weights)):
             output, _ = forward(*given.without_weights())
@@ -238,24 +246,27 @@ class _Heads:
         self.outputs: list[CallOutput] = []
         self._module, self._given = module, given
 
-    def record(self, forward: _Forward, result: Tensor, random_state: Tensor) -> None:
+    def record(self, forward: _Forward, result: Any, random_state: Tensor | None) -> None:
         """Runs the module once more, to record its heads.
 
         Args:
             forward: of the module.
             result: what the module returned.
-            random_state: of the random numbers before, which are drawn again.
+            random_state: of the random numbers before, which are drawn again; None: none are.
         """
+        returned = result[0] if isinstance(result, tuple) else result
         query = self._given.query
-        with paused(), without_traces(query.device), _HeadsMode(self._keep), suppress(Exception):
-            # a lack of memory, or a `forward` of other arguments: the model itself must go on
-            _random_numbers(query).set_rng_state(random_state)
+        # a lack of memory, or a `forward` of other arguments: the model itself must go on
+        traces = nullcontext() if random_state is None else without_traces(query.device)
+        with suppress(Exception), paused(), torch.no_grad(), traces, _HeadsMode(self._keep):
+            if random_state is not None:
+                _random_numbers(query).set_rng_state(random_state)
             forward(*self._given.without_weights())
         if not self.calls:
             report_miss(_OWN_CODE)
         for call, (output, *_) in zip(self.calls, self.outputs, strict=True):
             proof = functools.partial(
-                is_projected, self._module, call, output, self._given.inputs, result
+                is_projected, self._module, call, output, self._given.inputs, returned
             )
             run = functools.partial(CallOutput, output, is_returned=proof)
             dispatch(call, run, self._module)
@@ -316,4 +327,4 @@ def _weigh(call: ModelCall) -> CallOutput:
 
 def _random_numbers(x: Tensor) -> Any:
     """Returns torch's module of the random numbers of a device."""
-    return torch if x.device.type == "cpu" else torch.get_device_module(x.device)
+    return torch if x.device.type in ("cpu", "meta") else torch.get_device_module(x.device)
