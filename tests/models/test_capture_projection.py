@@ -202,17 +202,18 @@ def test_output_that_is_not_of_the_heads_is_named(name: str, dtype: torch.dtype)
     assert len(calls) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs_weights", [True, False])
 def test_hint_of_causality_that_is_wrong_is_recorded_as_it_acts_or_named(
-    needs_weights: bool,
+    needs_weights: bool, dtype: torch.dtype
 ) -> None:
     """torch reads the hint in some cases, and the mask in the others."""
     hidden = torch.zeros(5, 5, dtype=torch.bool)
     hidden[:, 4] = True
     options = {"attn_mask": hidden, "is_causal": True, "need_weights": needs_weights}
     for is_self in (True, False):
-        module = nn.MultiheadAttention(M, HEADS, batch_first=True).eval()
-        x, y = torch.randn(2, 5, M), torch.randn(2, 5, M)
+        module = nn.MultiheadAttention(M, HEADS, batch_first=True, dtype=dtype).eval()
+        x, y = (torch.randn(2, 5, M).to(dtype) for _ in range(2))
         inputs = (x, x, x) if is_self else (x, y, y)
         with torch.no_grad():
             expected = module(*inputs, **options)[0]
@@ -222,7 +223,9 @@ def test_hint_of_causality_that_is_wrong_is_recorded_as_it_acts_or_named(
             assert (needs_weights, is_self) == (False, True)
             continue
         output = calls[0].run("softmax", outputs=["output"]).output
-        torch.testing.assert_close(module.out_proj(output.transpose(1, 2).flatten(2)), expected)
+        merged = output.transpose(1, 2).flatten(2).to(dtype)
+        bound = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(module.out_proj(merged), expected, atol=bound, rtol=0)
 
 
 def test_dropped_weights_prove_nothing() -> None:

@@ -128,9 +128,10 @@ def is_projected(
         expected = F.linear(heads_BLM, weight, bias)
         error = (_batch_first(module, result).to(dtype) - expected).norm(dim=-1)
         bound = _difference_of_heads(module, call, inputs, numbers)
-        rounding = _projection_rounding(
+        rounding, _ = _projection_rounding(
             heads_BLM[:, None], weight[None], bias, expected.norm(dim=-1)[:, None, :, None], numbers
-        )[:, 0, :, 0]
+        )
+        rounding = rounding[:, 0, :, 0]
         is_known = expected.isfinite().all(-1)
 
         def is_near(norm: Tensor) -> bool:
@@ -157,17 +158,17 @@ def _difference_of_heads(
     else:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    d_query, d_key, d_value = (
+    (d_query, of_query), (d_key, of_key), (d_value, _) = (
         _projection_rounding(
             _batch_first(module, x)[:, None], weight.unflatten(0, (H, -1)), bias, size, numbers
         )
         for x, weight, bias, size in zip(inputs, weights, biases, (query, key, value), strict=True)
     )
-    d_key, d_value = d_key.amax(2, True), d_value.amax(2, True)
+    d_key, of_key, d_value = (x.amax(2, keepdim=True) for x in (d_key, of_key, d_value))
     size = 2 * D**-0.5 * query * key
     if call.mask is not None and call.mask.dtype != torch.bool:
         size = size + _size_of_mask(call.mask)
-    scores = D**-0.5 * (d_query * key + query * d_key + d_query * d_key)
+    scores = D**-0.5 * (of_query * key + query * of_key + d_query * d_key)
     # weights whose scores differ by x differ by a factor of at most exp(2x)
     share = 2 * _shift(numbers, dtype, size, D, S) + torch.expm1(2 * scores)
     difference: Tensor = (share * value + d_value).norm(dim=1)[..., 0]
@@ -176,13 +177,14 @@ def _difference_of_heads(
 
 def _projection_rounding(
     x: Tensor, weight: Tensor, bias: Tensor | None, size: Tensor, numbers: Sequence[Tensor]
-) -> Tensor:
-    """Returns how much the projections of vectors by two runs may differ, as a norm (B, H, L, 1).
+) -> tuple[Tensor, Tensor]:
+    """Returns how much the projections of vectors by two runs may differ, (B, H, L, 1).
 
-    A run rounds by half an eps the product, its sum with the bias, and a scaled one. The terms of a
-    product are summed in any order, with an error of at most n eps, and of more than 8 sqrt(n) eps
-    with a probability of 2 n exp(-32) (Higham and Mary, A New Approach to Probabilistic Rounding
-    Error Analysis, 2019).
+    A run rounds by half an eps the product, its sum with the bias, and a scaled one. Its sums of n
+    terms err by at most n eps, in any order. Where roundings are independent, it is more than
+    8 sqrt(n) eps with a probability of 2 n exp(-32) (Higham and Mary, A New Approach to
+    Probabilistic Rounding Error Analysis, 2019). The same holds for all roundings behind a product
+    with another vector: the error of its sum is that of the widest channel.
 
     Args:
         x: (B, 1, L, M).
@@ -190,18 +192,24 @@ def _projection_rounding(
         bias: (H D).
         size: norms of the projections (B, H, L, 1).
         numbers: the tensors that the runs compute with.
+
+    Returns:
+        The norm of the difference, and its product with another vector, for each unit of its norm.
     """
     n = x.shape[-1]
     dtype = torch.promote_types(torch.float32, x.dtype)
-    bias = weight.new_zeros(len(weight)) if bias is None else bias
-    rows = weight, bias.unflatten(0, (len(weight), -1))
-    matrix, added = (each.to(dtype).flatten(1).norm(dim=1)[:, None, None] for each in rows)
-    terms = x.to(dtype).norm(dim=-1, keepdim=True) * matrix + added
+    bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias.view(weight.shape[:2])
+    rows = weight.to(dtype).norm(dim=-1), bias.to(dtype).abs()
+    length = x.to(dtype).norm(dim=-1, keepdim=True)
+    added = rows[1].norm(dim=-1)[:, None, None]
+    whole = length * rows[0].norm(dim=-1)[:, None, None] + added
+    widest = length * rows[0].amax(-1)[:, None, None] + rows[1].amax(-1)[:, None, None]
     eps = _eps(numbers)
     is_exact = torch.get_float32_matmul_precision() == "highest"
     fine = torch.finfo(dtype).eps if is_exact else eps
-    rounding: Tensor = eps * (3 * size + added) + min(n, 8 * n**0.5) * fine * terms
-    return rounding
+    stored = eps * (3 * size + added)
+    vector, product = (torch.minimum(n * whole, 8 * n**0.5 * x) for x in (whole, widest))
+    return stored + fine * vector, stored + fine * product
 
 
 def _batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
