@@ -318,7 +318,7 @@ def steps(call: Call) -> dict[str, Tensor]:
     )
     mixed_key, mixed_value = E_BRS[:, None] @ key, F_BRS[:, None] @ value
     scores = call.query_BHLD @ per_query_head(mixed_key, call.query_BHLD).mT
-    scaled = scores * _scale(call)
+    scaled = scores * (call.query_BHLD.shape[-1] ** -0.5 if call.scale is None else call.scale)
     averages = scaled.softmax(-1)
     return {
         "query": call.query_BHLD, "key": key, "value": value, "key_projection": E_BRS,

@@ -18,7 +18,6 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention.common import fused_kernel
-from qkv.attention.common.dropout import keep_mask
 from qkv.attention.common.explicit_outputs import explicit_outputs
 from qkv.attention.common.gradients import gradients_by_scores, is_ordinary
 from qkv.attention.common.guards import are_wide
@@ -28,6 +27,7 @@ from qkv.attention.common.score_blocks import Scores, is_safe, score_dtype
 from qkv.attention.common.score_parameters import Scale, Softcap, Window
 from qkv.attention.common.score_steps import (
     SCORE_STEPS,
+    kept_weights,
     mask_step_values,
     mask_steps,
     per_query_head,
@@ -320,8 +320,7 @@ def steps(call: Call) -> dict[str, Tensor]:
     sums = exponentials.sum(-1, keepdim=True) + share
     weights = last = exponentials / sums.masked_fill(sums == 0, 1.0)
     if call.dropout and call.plane_BH is not None:
-        L, S = weights.shape[-2:]
-        kept = keep_mask(call.dropout, call.seed, call.plane_BH, slice(0, L), slice(0, S))
+        kept = kept_weights(call.dropout, call.seed, call.plane_BH, weights)
         found["kept"] = last = weights * kept / (1 - call.dropout)
     terms = last[..., None] * per_query_head(found["value"], query)[:, :, None]
     return found | {
