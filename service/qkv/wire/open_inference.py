@@ -18,13 +18,19 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 import orjson
+from simdjson import Array, Object
 
-from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, format_value
+from qkv.errors import (
+    InvalidContent,
+    MalformedRequest,
+    PayloadTooLarge,
+    format_value,
+)
 from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire import json, json_arrays
 from qkv.wire.casting import cast_untyped
-from qkv.wire.json_arrays import LIST, MAX_AXES, OBJECT, NestedLists, format_node
-from qkv.wire.json_document import MAX_SUBSTITUTED_BYTES, Document, items
+from qkv.wire.json_arrays import VALID_SHAPE, NestedLists, format_node, is_shape
+from qkv.wire.json_document import MAX_SUBSTITUTED_BYTES, Document, members
 from qkv.wire.message import Message
 from qkv.wire.open_inference_responses import DATATYPES, BinarySize, InferTensor
 
@@ -43,7 +49,7 @@ LENGTH_HEADER: Final = "Inference-Header-Content-Length"
 """The header with the length of the JSON in bytes, if bytes of tensors follow it."""
 
 _DTYPES: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
-_KEYS: Final = ("name", "datatype", "shape", "parameters", "data")
+_KEYS: Final = dict.fromkeys(("name", "datatype", "shape", "parameters", "data"))
 _MAX_KNOWN: Final = 1024  # entries of outputs that are kept
 _MAX_HEAD_BYTES: Final = 2048
 _ID: Final = re.compile(rb'"id"\s*:\s*"([ !#-\[\]-~]*+)"')
@@ -131,12 +137,11 @@ def decode(body: bytes | memoryview, group: str, length: int | None = None) -> M
     data = view[len(view) if length is None else length :]
     fields: dict[str, Any] = {}
     unread: Sequence[_Tensor] = ()
-    for name, node in items(document.root, ""):
+    for name, node in members(document.root).items():
         if name == group:
             unread = _tensors(document, node, group)
         else:
-            fields[name] = document.to_python(node, f"/{name}")
-    has_visited_all = any(t.nested_lists for t in unread) and document.has_visited_all
+            fields[name] = document.to_python(node, name)
     tensors: dict[str, RawTensor] = {}
     end = 0
     for tensor in unread:
@@ -146,7 +151,7 @@ def decode(body: bytes | memoryview, group: str, length: int | None = None) -> M
             tensors[tensor.name] = tensor.view(data[end:])
             end += tensor.size
         else:
-            tensors[tensor.name] = tensor.read(tensor.nested_lists, has_visited_all)
+            tensors[tensor.name] = tensor.read(tensor.nested_lists)
     if end != len(data):
         raise MalformedRequest(f"{len(data) - end} bytes after the JSON belong to no tensor")
     return Message(fields, tensors)
@@ -225,26 +230,23 @@ class _Tensor:
         size: the number of its bytes after the JSON.
     """
 
-    def __init__(self, document: Document, node: Any, pointer: str) -> None:
-        if not isinstance(node, OBJECT):
+    def __init__(self, document: Document, node: Any, group: str, index: int) -> None:
+        self.pointer = f"/{group}/{index}"
+        if not isinstance(node, Object):
             raise InvalidContent(
-                f"{pointer[1:]} must be an object: got {format_node(node)}", pointer=pointer
+                f"{self.pointer[1:]} must be an object: got {format_node(node)}",
+                pointer=self.pointer,
             )
-        plain: dict[str, Any] = {}
-        data: Any = None
-        for key, inner in items(node, pointer):
-            if key == "data":
-                data = inner
-            else:
-                plain[key] = document.to_python(inner, f"{pointer}/{key}")
-        self.pointer = pointer
-        self.name = _read_name(plain, pointer)
+        inner = members(node, group, index)
+        data = inner.pop("data", None)
+        plain = {k: document.to_python(value, group, index, k) for k, value in inner.items()}
+        self.name = _read_name(plain, self.pointer)
         self.label = f"{self.name:.60}"
         self.dtype, self.shape = self._form(plain)
         self.size = self._binary_size(plain.get("parameters"), data is not None)
         self.nested_lists = None
         if data is not None:
-            self.nested_lists = document.nested_lists(data, self.label, f"{pointer}/data")
+            self.nested_lists = NestedLists(document, data, self.label, group, index, "data")
 
     def view(self, data: memoryview) -> RawTensor:
         """Returns the tensor, a view of the first bytes of `data`."""
@@ -259,7 +261,7 @@ class _Tensor:
             raise self._wrong("is BOOL and has bytes other than 0 and 1")
         return RawTensor(self.dtype, self.shape, part)
 
-    def read(self, numbers: NestedLists, has_visited_all: bool) -> RawTensor:
+    def read(self, numbers: NestedLists) -> RawTensor:
         """Returns the tensor of these numbers, which are nested as in its shape, or flat."""
         count = nbytes(self.dtype, self.shape) // DTYPES[self.dtype].itemsize
         # lists have no sizes within an empty axis
@@ -269,7 +271,7 @@ class _Tensor:
                 f"has data of the wrong shape: got {list(numbers.shape)}, expected "
                 f"{list(self.shape)} or [{count}]"
             )
-        raw = numbers.read(has_visited_all)
+        raw = numbers.read()
         if self.dtype != "bool":
             raw = cast_untyped(raw, self.label, [self.dtype], self.dtype, f"{self.pointer}/data")
             return RawTensor(self.dtype, self.shape, raw.data)
@@ -280,11 +282,11 @@ class _Tensor:
 
     def _form(self, plain: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
         """Returns dtype and shape."""
-        for key in plain:
-            if key not in _KEYS:
-                raise self._wrong(
-                    f"has an unknown field: got {key!r:.60}, expected {', '.join(_KEYS)}"
-                )
+        if not plain.keys() <= _KEYS.keys():
+            unknown = next(key for key in plain if key not in _KEYS)
+            raise self._wrong(
+                f"has an unknown field: got {unknown!r:.60}, expected {', '.join(_KEYS)}"
+            )
         datatype, shape = plain.get("datatype"), plain.get("shape")
         if not isinstance(datatype, str) or datatype not in _DTYPES:
             raise self._wrong(
@@ -292,15 +294,9 @@ class _Tensor:
                 f"expected {', '.join(_DTYPES)}"
             )
         dtype = _DTYPES[datatype]
-        if (
-            not isinstance(shape, list)
-            or len(shape) > MAX_AXES
-            or not all(type(size) is int and size >= 0 for size in shape)
-            or nbytes(dtype, [size or 1 for size in shape]) >= 1 << 63
-        ):
+        if not is_shape(shape, dtype):
             raise self._wrong(
-                f"has an invalid shape: got {format_value(shape)}, expected at most {MAX_AXES} "
-                "integers, 0 or more, for less than 2**63 bytes"
+                f"has an invalid shape: got {format_value(shape)}, expected {VALID_SHAPE}"
             )
         return dtype, tuple(shape)
 
@@ -331,14 +327,14 @@ class _Tensor:
 
 
 def _tensors(document: Document, node: Any, group: str) -> Sequence[_Tensor]:
-    if not isinstance(node, LIST):
+    if not isinstance(node, Array):
         raise InvalidContent(
             f"{group} must be a list of tensors: got {format_node(node)}", pointer=f"/{group}"
         )
     if len(node) > _MAX_TENSORS:
         raise InvalidContent(f"{group} has more than {_MAX_TENSORS} tensors", pointer=f"/{group}")
-    entries = enumerate(document.elements(node))
-    return [_Tensor(document, entry, f"/{group}/{i}") for i, entry in entries]
+    document.lists += 1
+    return [_Tensor(document, entry, group, i) for i, entry in enumerate(node)]
 
 
 def _read_name(plain: dict[str, Any], pointer: str) -> str:
