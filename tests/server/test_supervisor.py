@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -33,6 +32,7 @@ from support.service_processes import (
     RawRequest,
     address,
     child_pids,
+    open_files,
     status_of,
 )
 
@@ -210,8 +210,7 @@ def test_objects_before_the_fork_are_frozen_for_gc() -> None:
 
 def sockets_of(pid: int) -> set[str]:
     """Returns the open sockets of a process."""
-    links = (link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir())
-    return {str(link) for link in links if str(link).startswith("socket:")}
+    return {file for file in open_files(pid) if file.startswith("socket:")}
 
 
 def test_simultaneous_connections_are_balanced(service_process: Process) -> None:

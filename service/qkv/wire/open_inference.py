@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 import orjson
 from simdjson import Array, Object
@@ -27,7 +26,7 @@ from qkv.errors import (
     format_value,
 )
 from qkv.tensors import DTYPES, RawTensor, are_booleans, nbytes
-from qkv.wire import json, json_arrays
+from qkv.wire import json_arrays
 from qkv.wire.casting import cast_untyped
 from qkv.wire.json_arrays import VALID_SHAPE, NestedLists, format_node, is_shape
 from qkv.wire.json_document import MAX_SUBSTITUTED_BYTES, Document, members
@@ -183,20 +182,20 @@ def encode(
         The chunks, and the length of the JSON for the header; None if there is only JSON.
     """
     entries, chunks = encode_tensors(message.tensors, binary)
-    text = json.dump(message.fields | {group: entries})
+    text = orjson.dumps(message.fields | {group: entries})
     return [text, *chunks], len(text) if chunks else None
 
 
 def encode_tensors(
     tensors: Mapping[str, RawTensor], binary: Collection[str]
-) -> tuple[list[Any], list[memoryview]]:
+) -> tuple[list[orjson.Fragment], list[memoryview]]:
     """Returns the entries of tensors in JSON, and the buffers of those that are binary.
 
     Args:
         tensors: by name.
         binary: the names of tensors whose bytes follow the JSON. The others become flat lists.
     """
-    entries: list[Any] = []  # `InferTensor`, or one as JSON
+    entries: list[orjson.Fragment] = []
     chunks = []
     for name, tensor in tensors.items():
         datatype = DATATYPES[tensor.dtype]
@@ -206,16 +205,18 @@ def encode_tensors(
         else:
             count = tensor.nbytes // DTYPES[tensor.dtype].itemsize
             flat = RawTensor(tensor.dtype, (count,), tensor.data)
-            data = msgspec.Raw(json_arrays.write(flat))
-            entries.append(InferTensor(name, datatype, tensor.shape, data=data))
+            entry = InferTensor(name=name, datatype=datatype, shape=tensor.shape).to_json()
+            data = json_arrays.write(flat)
+            entries.append(orjson.Fragment(b'%b,"data":%b}' % (entry[:-1], data)))
     return entries, chunks
 
 
 @lru_cache(_MAX_KNOWN)
-def _binary_entry(name: str, datatype: str, shape: tuple[int, ...], size: int) -> msgspec.Raw:
+def _binary_entry(name: str, datatype: str, shape: tuple[int, ...], size: int) -> orjson.Fragment:
     """Returns the entry of a binary tensor as JSON, which is the same for many responses."""
-    entry = InferTensor(name, datatype, shape, parameters=BinarySize(size))
-    return msgspec.Raw(json.dump(entry))
+    parameters = BinarySize(binary_data_size=size)
+    entry = InferTensor(name=name, datatype=datatype, shape=shape, parameters=parameters)
+    return orjson.Fragment(entry.to_json())
 
 
 class _Tensor:
