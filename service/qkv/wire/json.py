@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import msgspec
 import orjson
 import pybase64
 from simdjson import Array, Object
@@ -150,7 +149,7 @@ def pop_encoding(fields: dict[str, Any]) -> str | None:
 
 def dump(document: Any) -> bytes:
     """Encodes plain JSON, such as a problem document, and responses."""
-    return msgspec.json.encode(document)
+    return orjson.dumps(document)
 
 
 def _tensors(document: Document, node: Any, *path: str) -> dict[str, NestedLists | RawTensor]:
