@@ -51,7 +51,8 @@ class RunRoute(APIRoute):
             try:
                 with job_runner.admit(request) as admission:
                     body = await read(request, admission)
-                    response: Response = await endpoint(request, body, **request.path_params)
+                    parameters = request.scope["path_params"]
+                    response: Response = await endpoint(request, body, **parameters)
                     return response
             finally:
                 worker.add_in_flight(-1)

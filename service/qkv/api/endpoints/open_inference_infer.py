@@ -58,12 +58,15 @@ class InferBody(NamedTuple):
     """The body of an inference request, which a known head need not decode.
 
     Attributes:
+        model, version: in the path.
         content: JSON, optionally with the bytes of tensors after it.
         length: bytes of the JSON; None: all.
         received_at: time of its last byte, by `time.perf_counter`.
         admission: counts the request.
     """
 
+    model: str
+    version: str
     content: bytes | memoryview
     length: int | None
     received_at: float
@@ -112,12 +115,13 @@ class InferHandler:
             NotFound: its model or version does not exist, or is unloaded.
             QkvError: as `read_body`.
         """
-        model, version = _model_of(request)
+        parameters = request.path_params
+        model, version = parameters["model"], parameters.get("version", VERSION)
         if version != VERSION or not self._models.is_loaded(model):
             self._models.find_loaded(model, version)
         length = open_inference.json_length(_text(headers_of(request.scope).get(_LENGTH_NAME)))
         content = await read_body(request, self._max_body_bytes, lambda _: length, admission.grow)
-        return InferBody(content, length, time.perf_counter(), admission)
+        return InferBody(model, version, content, length, time.perf_counter(), admission)
 
     async def handle(self, request: Request, body: InferBody) -> Response:
         """Runs one request.
@@ -125,25 +129,24 @@ class InferHandler:
         Raises:
             QkvError: the request is invalid, or could not be run.
         """
-        (model, version), length = _model_of(request), body.length
-        head = open_inference.split_head(body.content, length)
+        model, version, content, length, received_at, admission = body
+        head = open_inference.split_head(content, length)
         known = None if head is None else self._heads.get((model, version, head.key))
         if head is not None and known is not None and known.layout.size == len(head.data):
             id, fields = head.id, known.fields
             plan = known.plan  # it has the layer of a loaded model
             job = Job.checked(plan, known.layout.read(head.data), plan.inputs.layer)
         else:
-            id, fields, job = await self._validate(body.content, length, model, version, head)
-        body.admission.release()
-        headers = headers_of(request.scope)
+            id, fields, job = await self._validate(content, length, model, version, head)
+        admission.release()
         result = await self._job_runner.run(
             request,
-            body.received_at,
+            received_at,
             job,
             priority=fields.priority,
             wait_s=fields.timeout_s,
         )
-        content_encoding = _response_encoding(headers.get(b"accept-encoding"))
+        content_encoding = _response_encoding(headers_of(request.scope).get(b"accept-encoding"))
         if content_encoding is None and fields.binary.issuperset(fields.outputs):
             return _new_response(model, id, fields, job.plan, result, None)
         return await in_thread_if_large(
@@ -211,12 +214,6 @@ def router(job_runner: JobRunner, infer: InferHandler) -> APIRouter:
         return await infer.handle(request, body)
 
     return routes
-
-
-def _model_of(request: Request) -> tuple[str, str]:
-    """Returns the model and the version in a path."""
-    parameters = request.path_params
-    return parameters["model"], parameters.get("version", VERSION)
 
 
 def _new_response(
