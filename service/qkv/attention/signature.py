@@ -8,13 +8,14 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from types import ModuleType, UnionType
 from typing import Any, Final, NamedTuple
 
 import pydantic
 from jaxtyping import AbstractArray
 
+from qkv.attention.call import call_of
 from qkv.attention.variant_file import BrokenRule, one_line
 from qkv.tensors import DTYPES, FLOATING
 
@@ -151,11 +152,11 @@ def read_signature(module: ModuleType, name: str) -> Signature:
     if not inspect.isfunction(attend):
         raise BrokenRule("it has no function `attend`")
     hints = _hints(attend)
-    call = _call_of(attend, hints)
+    call = call_of(attend, hints)
     tensors: list[inspect.Parameter] = []
     options: list[inspect.Parameter] = []
     if call is not None:
-        hints = {**_hints(call), **{n: h for n, h in hints.items() if n == "return"}}
+        hints = {n: h for n, h in hints.items() if n == "return"} | _hints(call)
     for p in inspect.signature(attend if call is None else call).parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
             raise BrokenRule(f"attend's argument {p} is not allowed: expected named arguments")
@@ -196,22 +197,6 @@ def _hints(described: Callable[..., Any]) -> dict[str, Any]:
         return typing.get_type_hints(described, include_extras=True)
     except Exception as error:  # names in annotations that are not imported, and anything else
         raise BrokenRule(f"attend's annotations cannot be evaluated: {one_line(error)}") from None
-
-
-def _call_of(attend: Callable[..., Any], hints: Mapping[str, Any]) -> type[Any] | None:
-    """Returns the dataclass that `attend` takes beside `outputs`; None for any other signature."""
-    first, *others = inspect.signature(attend).parameters or [""]
-    kind = hints.get(first)
-    if not inspect.isclass(kind) or not is_dataclass(kind):
-        return None
-    if others != ["outputs"]:
-        raise BrokenRule(
-            f"attend takes {kind.__name__} and {', '.join(others) or 'nothing'}: expected "
-            f"{kind.__name__} and outputs"
-        )
-    if hasattr(kind, "__post_init__") or "__slots__" in vars(kind):
-        raise BrokenRule(f"{kind.__name__} has __post_init__ or slots: expected fields alone")
-    return kind
 
 
 def _read_input(parameter: inspect.Parameter, hint: Any, wider: Collection[str]) -> Input:

@@ -20,6 +20,7 @@ import pydantic
 from torch import Tensor
 
 from qkv.attention import defaults, variant_file
+from qkv.attention.call import attend_by_fields, new_call
 from qkv.attention.identity_weights import IdentityWeights
 from qkv.attention.json_integers import takes_integers, to_integer
 from qkv.attention.signature import STATE, TAIL, VERSION, Input, Output, State
@@ -122,7 +123,7 @@ class Variant:
         """The function that computes the outputs; takes the set `outputs` beside its arguments."""
         attend: Callable[..., Any] = self.module.attend
         if self.call is not None:
-            attend = _by_fields(attend, self.call)
+            attend = attend_by_fields(attend, self.call)
         if "outputs" in self.from_engine and self.returned == frozenset(self.outputs):
             return attend
         return defaults.CompleteAttend(
@@ -213,7 +214,7 @@ class Variant:
         if hasattr(self.module, "reference"):
             reference = self.module.reference
             if self.call is not None:
-                return reference(_new_call(self.call, arguments))
+                return reference(new_call(self.call, arguments))
             return reference(**arguments)
         wide = {
             n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
@@ -234,7 +235,7 @@ class Variant:
     def _run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Calls a function of the file with those of the arguments that it takes."""
         if self.call is not None:
-            return function(_new_call(self.call, arguments))
+            return function(new_call(self.call, arguments))
         return function(**_accepted(function, arguments))
 
     def _closed_form_gradients(
@@ -242,7 +243,7 @@ class Variant:
     ) -> dict[str, Tensor]:
         """Calls the `backward` of a file with a `Call`."""
         assert self.call is not None
-        call, backward = _new_call(self.call, arguments), self.module.backward
+        call, backward = new_call(self.call, arguments), self.module.backward
         with_state = () if self.state is None else (grad_state,)
         return typing.cast("dict[str, Tensor]", backward(call, grad_output, *with_state))
 
@@ -405,29 +406,6 @@ class Variant:
     @cached_property
     def _defaults(self) -> pydantic.BaseModel:
         return self.parameters()
-
-
-def _by_fields(attend: Callable[[Any, frozenset[str]], Any], kind: type[Any]) -> Callable[..., Any]:
-    """Returns the `attend` of a file with a `Call`, as a function of its fields."""
-    new = object.__new__
-
-    def attend_fields(*, outputs: frozenset[str] = _OUTPUT, **arguments: Any) -> Any:
-        call = new(kind)  # as in `_new_call`
-        call.__dict__.update(arguments)
-        return attend(call, outputs)
-
-    return attend_fields
-
-
-def _new_call(kind: type[Any], arguments: Mapping[str, Any]) -> Any:
-    """Returns the `Call` of a file with these fields; the others have their defaults.
-
-    The constructor of a frozen dataclass sets each field through `object.__setattr__`: with the 15
-    of softmax it takes five times as long as this.
-    """
-    call = object.__new__(kind)
-    vars(call).update(arguments)
-    return call
 
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
