@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from qkv.engine.executor import execute
-from qkv.engine.remote.job_memory import input_bytes, read_job, write_inputs
+from qkv.engine.remote.job_memory import input_bytes, read_inputs, write_inputs
 from qkv.engine.remote.plan_reader import PlanReader
+from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.jobs.plan_cache import BoundedCache, PlanCache
 from qkv.tensors import RawTensor
@@ -87,7 +88,8 @@ class Process:
         job = self.plans.new_job(Plan, "softmax", message)
         memory = np.zeros(input_bytes(job.plan), np.uint8)
         write_inputs(job, memory)
-        execute([read_job(self.of_device.read(job.plan.encoded), memory)], CPU, False)
+        plan = self.of_device.read(job.plan.encoded)
+        execute([Job(plan, *read_inputs(plan, memory))], CPU, False)
 
     @property
     def held_bytes(self) -> int:

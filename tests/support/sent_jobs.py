@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qkv.engine.remote.job_memory import input_bytes, read_job, write_inputs
+from qkv.engine.remote.job_memory import input_bytes, read_inputs, write_inputs
 from qkv.jobs import plan_codec
 from qkv.jobs.job import Job
 
@@ -13,4 +13,5 @@ def send(job: Job) -> Job:
     """Returns a job after its way to the device process."""
     memory = np.zeros(input_bytes(job.plan), np.uint8)
     write_inputs(job, memory)
-    return read_job(plan_codec.decode(job.plan.encoded), memory)
+    plan = plan_codec.decode(job.plan.encoded)
+    return Job(plan, *read_inputs(plan, memory))

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.api.endpoints.open_inference_catalogue import LAYER_VARIANT
 from qkv.api.request_record import RequestRecord, record_of
-from qkv.engine.tenant import ANYONE, Tenant
 from qkv.errors import PROTOCOL_ERROR, QkvError, TooManyRequests
 from qkv.jobs.plan import Plan
+from qkv.jobs.tenant import ANYONE, Tenant
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.metrics import OTHER, UNKNOWN, MetricsRecorder
 from qkv.telemetry.times import Times

@@ -11,7 +11,7 @@ from typing import Final
 
 from starlette.types import Scope
 
-from qkv.engine.tenant import ANYONE
+from qkv.jobs.tenant import ANYONE
 from qkv.telemetry.times import Times
 
 __all__ = ["Header", "RequestRecord", "headers_of", "record_of"]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from qkv.engine.result import Result
 from qkv.jobs.job import Job
 from qkv.jobs.plan_cache import BoundedCache, plain_bytes
+from qkv.jobs.result import Result
 
 __all__ = ["BatchVerifier", "VerifyMode"]
 

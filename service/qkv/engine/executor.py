@@ -18,11 +18,11 @@ from qkv.attention.common import guards
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.engine.device.device import Device, Stopwatch, Unloading
 from qkv.engine.forward import NOTE, LayerTensors, call_variant, can_defer, in_layout
-from qkv.engine.result import Result
 from qkv.jobs.buffer_layout import ALIGNMENT
 from qkv.jobs.gradient_plan import GradientPlan
 from qkv.jobs.job import Job
 from qkv.jobs.measure.probe_plans import Float64Plan
+from qkv.jobs.result import Result
 from qkv.telemetry.times import Times
 from qkv.tensors import DTYPES, RawTensor
 

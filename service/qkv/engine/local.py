@@ -22,7 +22,6 @@ from qkv.attention.layers.layer_sizes import sizes_of
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device_errors import to_client_error
 from qkv.engine.executor import execute
-from qkv.engine.result import Result
 from qkv.errors import InvalidContent
 from qkv.jobs.convert import convert_message
 from qkv.jobs.gradient_plan import GradientPlan
@@ -33,6 +32,7 @@ from qkv.jobs.measure.probe_plans import float64_arguments, to_float64
 from qkv.jobs.measure.sweep_request import SweepRequest
 from qkv.jobs.measure.sweep_run import SweepEvent, SweepRun
 from qkv.jobs.plan import Limits, Plan
+from qkv.jobs.result import Result
 from qkv.tensors import FLOATING, RawTensor
 from qkv.wire import json
 from qkv.wire.message import Message

@@ -21,6 +21,7 @@ from qkv.jobs.buffer_layout import BufferLayout
 from qkv.jobs.fields import parse_fields
 from qkv.jobs.inputs import Inputs
 from qkv.jobs.layer_inputs import find_loaded
+from qkv.jobs.load import Load
 from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
 from qkv.jobs.run_fields import RunFields, parse_parameters, select_outputs, unused_parameters
 from qkv.jobs.steps import check_steps
@@ -213,6 +214,11 @@ class Plan:
         if self.form.kind == "pool":  # pooling runs the variant on values as wide as the bins
             return total + self.variant.flops(sizes | {"E": min(self.form.size, sizes.get("S", 1))})
         return total + 2 * self._form_score_count * sizes.get("D", 1)
+
+    @cached_property
+    def load(self) -> Load:
+        """The work of a job."""
+        return Load(1, self.bytes, self.flops)
 
     @property
     def layer_name(self) -> str | None:

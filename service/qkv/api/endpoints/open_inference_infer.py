@@ -24,13 +24,13 @@ from qkv.api.request_record import headers_of
 from qkv.api.run_timing import server_timing, timing_fields
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
-from qkv.engine.result import Result
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
 from qkv.jobs.buffer_layout import BufferLayout
 from qkv.jobs.fields import field_error
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.jobs.plan_cache import BoundedCache, plan_bytes
+from qkv.jobs.result import Result
 from qkv.settings import Settings
 from qkv.wire import json, open_inference
 from qkv.wire.message import Message

@@ -26,7 +26,7 @@ from qkv.api.openapi.schemas import (
 )
 from qkv.api.request_body import read_body, require_json
 from qkv.attention import catalogue
-from qkv.engine.admission import Admission
+from qkv.engine.admission import AdmittedBody
 from qkv.errors import UnsupportedMediaType, stopping
 from qkv.jobs.job import Job
 from qkv.jobs.measure.sweep_request import SweepFields, SweepRequest, has_length
@@ -63,7 +63,7 @@ class LowPriorityRunner:
     ) -> None:
         self._job_runner, self._wait_s, self._shared_state = job_runner, wait_s, shared_state
 
-    def reserve(self, size: int) -> Admission:
+    def reserve(self, size: int) -> AdmittedBody:
         """Admits inputs that this process generates, like a body of that size.
 
         Raises:

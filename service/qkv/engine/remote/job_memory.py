@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from qkv.attention.layers.layer import Layer
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
 
-__all__ = ["input_bytes", "read_job", "write_inputs"]
+__all__ = ["input_bytes", "read_inputs", "write_inputs"]
 
 
 def input_bytes(plan: Plan) -> int:
@@ -25,10 +26,11 @@ def write_inputs(job: Job, memory: np.ndarray) -> None:
         plan.layer_layout.write(weights, buffer[plan.input_layout.size :])
 
 
-def read_job(plan: Plan, memory: np.ndarray) -> Job:
-    """Returns the job whose inputs are in memory. Its worker has checked them."""
+def read_inputs(plan: Plan, memory: np.ndarray) -> tuple[dict[str, RawTensor], Layer | None]:
+    """Returns the tensors and the layer of a job whose inputs are in memory. Its worker has checked
+    them."""
     buffer, layer = memory.data, plan.inputs.layer
     if layer is not None:
         weights = plan.layer_layout.read(buffer[plan.input_layout.size :])
         layer = layer.with_numbers({name: raw.numpy() for name, raw in weights.items()})
-    return Job(plan, plan.input_layout.read(buffer), layer)
+    return plan.input_layout.read(buffer), layer

@@ -44,6 +44,11 @@ class TimingPlan(Plan):
         """Always true."""
         return True
 
+    @cached_property
+    def is_small(self) -> bool:
+        """Always false: it runs where nothing else does meanwhile."""
+        return False
+
     @property
     def uses_sdpa(self) -> bool:
         """Always false: the engine lends idle threads to SDPA only, which would skew the times."""

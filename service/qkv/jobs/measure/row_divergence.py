@@ -119,6 +119,11 @@ class RowDivergencePlan(Plan):
         either = {*self.variant.inputs, *self.baseline.variant.inputs}
         return tuple(role for role in ROLES if role in either)
 
+    @cached_property
+    def is_small(self) -> bool:
+        """Always false."""
+        return False
+
     @property
     def uses_sdpa(self) -> bool:
         """Always false: the job computes weights."""
