@@ -133,7 +133,7 @@ def test_failing_queue_fails_all_queued_jobs(monkeypatch: pytest.MonkeyPatch) ->
         with engine.paused():
             futures = [engine.submit(plain(seed, length=3 + seed)) for seed in range(3)]
             # a bug of the queue itself: nothing outside the engine can cause one
-            monkeypatch.setattr(engine._queue, "take", failing)
+            monkeypatch.setattr(engine._queue, "take_batch", failing)
         results = await asyncio.gather(*futures, return_exceptions=True)
         assert [type(a) for a in results] == [Internal] * 3
         await engine.failed.wait()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from qkv.engine.admission import Admission
 from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, launch
-from qkv.engine.lane import Lane
+from qkv.engine.lane import JobQueue
 from qkv.errors import DeadlineExceeded, ServiceUnavailable, TooManyRequests
 from qkv.jobs.job import Job
 from qkv.jobs.load import Load
@@ -30,8 +30,8 @@ BATCH: Final = Tenant("batch")
 NO_LIMIT: Final = Load(1 << 20, 1 << 60, 1 << 60)
 
 
-def new_queue() -> Lane:
-    return Lane(Admission(NO_LIMIT))
+def new_queue() -> JobQueue:
+    return JobQueue(Admission(NO_LIMIT))
 
 
 def queued(tenant: Tenant, lengths: Sequence[int]) -> list[Job]:
@@ -39,10 +39,10 @@ def queued(tenant: Tenant, lengths: Sequence[int]) -> list[Job]:
     return [waiting(new_job(random_inputs(0, (1, 1, length, 4))), tenant) for length in lengths]
 
 
-def drain(queue: Lane, max_jobs: int = 1) -> list[list[Job]]:
+def drain(queue: JobQueue, max_jobs: int = 1) -> list[list[Job]]:
     """Takes all batches of a queue."""
     batches = []
-    while batch := queue.take(max_jobs, 1 << 60):
+    while batch := queue.take_batch(max_jobs, 1 << 60):
         batches.append(batch)
     return batches
 
@@ -52,7 +52,7 @@ def test_single_job_does_not_wait_for_the_flood_of_another_tenant() -> None:
     flood, single = queued(BATCH, range(1, 41)), queued(ALICE, [100])
     for job in flood:
         queue.put(job)
-    running = queue.take()
+    running = queue.take_batch(1, 0)
     queue.put(single[0])
     assert running + [job for batch in drain(queue) for job in batch] == [
         *(flood[0], single[0]),
@@ -204,17 +204,17 @@ def test_tenant_whose_weight_has_changed_does_not_compete_with_itself() -> None:
 
 def test_shares_hold_after_any_amount_of_work() -> None:
     """Here 1e19 floating-point operations of each, with a weight of one."""
-    lane, few, many = Lane(), Tenant("few", 1e-3), Tenant("many", 3e-3)
+    queue, few, many = new_queue(), Tenant("few", 1e-3), Tenant("many", 3e-3)
     for tenant in (few, many):
         large = waiting(plain(), tenant)
         large.plan.__dict__["load"] = Load(0, 0, int(1e19 * tenant.weight))
-        lane.put(large)
-    assert len(drain(lane)) == 2
+        queue.put(large)
+    assert len(drain(queue)) == 2
     small = plain()
     for _ in range(1000):
         for tenant in (few, many, many, many):
-            lane.put(waiting(Job(small.plan, small.tensors), tenant))
-    ran = Counter(job.tenant for (job,) in drain(lane)[:2000])
+            queue.put(waiting(Job(small.plan, small.tensors), tenant))
+    ran = Counter(job.tenant for (job,) in drain(queue)[:2000])
     assert ran[many] == 3 * ran[few]
 
 
@@ -279,5 +279,5 @@ def test_tenants_share_a_device_process(stack: bool) -> None:
 
 
 def test_tenant_of_a_service_without_keys_has_no_name() -> None:
-    assert plain(0).tenant == ANYONE
+    assert waiting(plain(0)).tenant == ANYONE
     assert (ANYONE.name, ANYONE.weight) == ("", 1.0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from qkv.engine.admission import Admission
 from qkv.engine.device_errors import MemoryBudget
-from qkv.engine.lane import Lane
+from qkv.engine.lane import JobQueue
 from qkv.engine.throughput import Throughput
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.load import Load
@@ -41,11 +41,11 @@ def test_every_change_of_the_queue_is_reported() -> None:
     """Metrics and other processes read it."""
     admission, seen = Admission(Load(9, 1 << 40, 1 << 60)), list[Load]()
     admission.on_change = seen.append
-    queue, jobs = Lane(admission), [waiting(plain(number)) for number in range(3)]
+    queue, jobs = JobQueue(admission), [waiting(plain(number)) for number in range(3)]
     for job in jobs:
         queue.put(job)
     queue.remove(jobs[0])
-    assert queue.take() == [jobs[1]]
+    assert queue.take_batch(1, 0) == [jobs[1]]
     queue.clear()
     assert [load.requests for load in seen] == [1, 2, 3, 2, 1, 0]
     assert seen[-1] == Load()

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from qkv.engine.executor import execute
-from qkv.engine.remote.job_memory import input_bytes, read_inputs, write_inputs
+from qkv.engine.remote.job_memory import layouts_of, read_inputs, write_inputs
 from qkv.engine.remote.plan_reader import PlanReader
+from qkv.jobs import plan_codec
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.jobs.plan_cache import BoundedCache, PlanCache
@@ -86,9 +87,9 @@ class Process:
     def send(self, message: Message) -> None:
         """Sends a request until its job is decoded."""
         job = self.plans.new_job(Plan, "softmax", message)
-        memory = np.zeros(input_bytes(job.plan), np.uint8)
+        memory = np.zeros(layouts_of(job.plan).input_bytes, np.uint8)
         write_inputs(job, memory)
-        plan = self.of_device.read(job.plan.encoded)
+        plan = self.of_device.read(job.plan.derived(plan_codec.encode))
         execute([Job(plan, *read_inputs(plan, memory))], CPU, False)
 
     @property

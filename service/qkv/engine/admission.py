@@ -30,18 +30,17 @@ class Holdings(dict[Tenant, Load]):
     """The load that each tenant holds.
 
     One thread at a time may change it; other threads may read it meanwhile.
-
-    Attributes:
-        total: the load of all tenants.
     """
 
-    total = Load()
+    @property
+    def total(self) -> Load:
+        """The load of all tenants."""
+        return Load.sum(self.copy().values())
 
     def take(self, tenant: Tenant, load: Load) -> None:
         """Adds the load of a request."""
         current = self.get(tenant)
         self[tenant] = load if current is None else current.plus(load)
-        self.total = self.total.plus(load)
 
     def give_back(self, tenant: Tenant, load: Load) -> None:
         """Removes the load of a request that was added."""
@@ -50,7 +49,6 @@ class Holdings(dict[Tenant, Load]):
             self[tenant] = current.minus(load)
         else:
             del self[tenant]
-        self.total = self.total.minus(load)
 
 
 class Admission:
@@ -110,8 +108,6 @@ class Admission:
 
     def require_room(self, body: AdmittedBody) -> None:
         """Checks that a body fits beside all bodies and jobs; errors as for `admit`."""
-        if not (self.bodies or self.jobs):
-            return
         if self.refusal(body.tenant, body.load, self.jobs, self.bodies) is not None:
             self._release_slow_bodies()
             error = self.refusal(body.tenant, body.load, self.jobs, self.bodies)
@@ -208,7 +204,8 @@ class AdmittedBody:
     def take(self) -> None:
         """Holds its load; errors as for `Admission.admit`."""
         admission = self._admission
-        admission.require_room(self)
+        if admission.bodies or admission.jobs:
+            admission.require_room(self)
         admission.admitted.add(self)
         admission.bodies.take(self.tenant, self.load)
 

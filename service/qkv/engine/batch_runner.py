@@ -22,6 +22,7 @@ from qkv.engine.device_errors import (
 from qkv.engine.executor import Launched, launch
 from qkv.errors import QkvError
 from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from qkv.jobs.result import Result
 from qkv.telemetry.model_stats import ModelStatsRecorder
 
@@ -127,9 +128,9 @@ class BatchRunner:
 
     def record_failure(self, job: Job) -> None:
         """Records a job that failed or expired."""
-        if self.stats_recorder is not None and job.plan.is_inference:
+        if self.stats_recorder is not None and job.plan.task == "run":
             total_s = time.perf_counter() - job.submitted_at
-            for name in job.plan.model_names:
+            for name in job.plan.derived(_model_names):
                 self.stats_recorder.record_failure(name, total_s)
 
     def _complete(self, jobs: Sequence[Job], results: Sequence[Result]) -> None:
@@ -140,9 +141,9 @@ class BatchRunner:
             times.queue_s, times.total_s = result.started_at - at, now - at
             result.device = device
         # model statistics count inference requests only
-        if self.stats_recorder is not None and jobs[0].plan.is_inference:
+        if self.stats_recorder is not None and jobs[0].plan.task == "run":
             times_of_each = [result.times for result in results]
-            for name in jobs[0].plan.model_names:
+            for name in jobs[0].plan.derived(_model_names):
                 self.stats_recorder.record_batch(name, times_of_each)
 
     def _verified(self, jobs: Sequence[Job], launched: Launched) -> list[Result]:
@@ -165,6 +166,13 @@ class BatchRunner:
     def _run_alone(self, job: Job) -> Result:
         (output,) = self.launch([job], self._device, self._stack, self._threads, 1)()
         return output
+
+
+def _model_names(plan: Plan) -> list[str]:
+    """Returns the names under which statistics count a run: of the variant, and of a loaded
+    layer."""
+    name = plan.layer_name
+    return [plan.variant.name, *([] if name is None else [name])]
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -25,7 +25,7 @@ from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.device import Device, MemoryUsage
 from qkv.engine.device_errors import EngineStopped, MemoryBudget
 from qkv.engine.executor import Launched, launch
-from qkv.engine.lane import Lane
+from qkv.engine.lane import JobQueue, Lane, VirtualTimes
 from qkv.engine.warmup import warm_up
 from qkv.errors import DeadlineExceeded, Internal, QkvError, stopping
 from qkv.jobs.job import DEFAULT_PRIORITY, Job
@@ -113,7 +113,11 @@ class Engine:
         self._idle_threads = idle_threads
         self._on_busy = on_busy
         self.admission = Admission(limit)
-        self._queue, self._small_jobs = Lane(self.admission), Lane()
+        self._queue = JobQueue(self.admission)
+        self._times = (
+            VirtualTimes()
+        )  # of small jobs: the event loop and the device are two resources
+        self._small_jobs = Lane(self._times)
         self.failed = asyncio.Event()
         self._budget = MemoryBudget(batch_bytes)
         self.batch_runner = BatchRunner(
@@ -308,20 +312,21 @@ class Engine:
         assert self._loop is not None
         if not self._small_jobs:
             self._loop.call_soon(self._run_turn)
-        job.priority = DEFAULT_PRIORITY
+        if job.tenant not in self._small_jobs:
+            self._times.join(job.tenant)
         self._small_jobs.put(job)
 
     def _run_turn(self) -> None:
-        lane = self._small_jobs
-        for _ in range(_COMPETING_JOBS if lane.line_count > 1 else len(lane)):
-            for job in lane.take():
-                self._run_small(job)
-        if lane:
+        for job in self._small_jobs.take_turn(_COMPETING_JOBS):
+            self._run_small(job)
+        if self._small_jobs:
             assert self._loop is not None
             self._loop.call_soon(self._run_turn)
 
     def _run_small(self, job: Job) -> None:
         outcome: Result | BaseException
+        if job.is_cancelled:
+            return
         if job.is_expired:
             outcome = self._expire(job)
         else:
@@ -466,7 +471,7 @@ class Engine:
         with self._changed:
             if self._thread_pauses:
                 return []
-            return self._queue.take(self._max_batch, self._budget.bytes)
+            return self._queue.take_batch(self._max_batch, self._budget.bytes)
 
     def _fail_permanently(self, error: QkvError) -> None:
         """Fails all queued jobs and sets `failed`; the supervisor then replaces the process."""

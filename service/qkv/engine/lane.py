@@ -1,6 +1,7 @@
-"""`Lane`: the jobs that wait for one resource, in the order in which they run.
+"""`Lane`: waiting jobs of several tenants, which take turns; `JobQueue`: the jobs for one device.
 
-The engine has one for the device's thread, and one for the event loop, which runs small jobs.
+The event loop runs small jobs from a lane. The device's thread has a queue, which has a lane for
+each priority and for each batch key.
 """
 
 from __future__ import annotations
@@ -13,71 +14,127 @@ from qkv.engine.admission import Admission
 from qkv.jobs.job import PRIORITIES, Job
 from qkv.jobs.tenant import Tenant
 
-__all__ = ["Lane"]
+__all__ = ["JobQueue", "Lane", "VirtualTimes"]
 
 _PARTS: Final = 1 << 20  # of a unit of work, so that a large weight loses nothing
 
-_Lines = dict[Tenant, OrderedDict[Job, None]]
-"""The jobs of each tenant that has some, oldest first."""
 
+class VirtualTimes(dict[Tenant, int]):
+    """The work of each tenant's jobs that have begun, divided by its weight.
 
-class Lane:
-    """Waiting jobs, grouped by batch key; those of one tenant run oldest first, in each priority.
-
-    Work done is in proportion to the weights of tenants. Each has a virtual time: the work of its
-    jobs that have begun, divided by its weight. The tenant with the least is next. A tenant without
-    waiting jobs earns nothing: when it brings one, its time is at least that of the job that began
-    last. So a tenant waits for at most one job of each other tenant, however many these have.
+    The tenant with the least time is next, so that work done is in proportion to weights. A tenant
+    without waiting jobs earns nothing: when it brings one, its time is at least that of the job
+    that began last. So a tenant waits for at most one job of each other tenant, however many these
+    have.
 
     This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996, section 2) with one
     counter for each tenant instead of a tag for each job, as in Sheng et al., "Fairness in Serving
     Large Language Models" (OSDI 2024, section 4), so that jobs in a batch of another tenant count
     too.
-
-    It is not safe across threads: the engine holds a lock where several use one.
-
-    Args:
-        admission: has what the jobs hold; None: they hold nothing, and run one by one.
     """
 
-    def __init__(self, admission: Admission | None = None) -> None:
+    _now = 0  # whole numbers: a float would lose the work of a small job once the times are large
+
+    def join(self, tenant: Tenant) -> None:
+        """Adds a tenant that has a job, and had none."""
+        self[tenant] = max(self.get(tenant, 0), self._now)
+
+    def begin(self, tenant: Tenant) -> None:
+        """Sets the time to that of a tenant whose job, or whose batch, begins."""
+        self._now = max(self._now, self[tenant])
+
+    def charge(self, job: Job) -> None:
+        """Adds the work of a job to its tenant's time."""
+        self[job.tenant] += int(job.plan.load.work * _PARTS / job.tenant.weight)
+
+
+class Lane(dict[Tenant, OrderedDict[Job, None]]):
+    """The jobs of each tenant that has some, oldest first; for one thread at a time.
+
+    Args:
+        times: of the tenants.
+    """
+
+    def __init__(self, times: VirtualTimes) -> None:
+        self._times = times
+
+    def put(self, job: Job) -> None:
+        """Adds a job, whose tenant has a time."""
+        line = self.get(job.tenant)
+        if line is None:
+            line = self[job.tenant] = OrderedDict()
+        line[job] = None
+
+    def discard(self, job: Job) -> None:
+        """Removes a job that is here."""
+        line = self[job.tenant]
+        del line[job]
+        if not line:
+            del self[job.tenant]
+
+    def first(self) -> Job:
+        """Returns the oldest job of the tenant that is next; of the one that came first if equal.
+        There is at least one."""
+        tenant = min(self, key=self._times.__getitem__)
+        return next(iter(self[tenant]))
+
+    def take_turn(self, count: int) -> list[Job]:
+        """Removes and returns jobs: all of a lone tenant, or as many as `count` of several in
+        turn; cancelled jobs cost nothing."""
+        if len(self) == 1:
+            ((_, line),) = self.items()
+            self.clear()
+            return [*line]
+        jobs: list[Job] = []
+        while self and len(jobs) < count:
+            job = self.first()
+            self.discard(job)
+            if not job.is_cancelled:
+                self._times.begin(job.tenant)
+                self._times.charge(job)
+            jobs.append(job)
+        return jobs
+
+
+class JobQueue:
+    """The jobs that wait for one device, by priority; those with equal batch keys run together.
+
+    It is not safe across threads: the engine holds a lock.
+
+    Args:
+        admission: has what the jobs hold.
+    """
+
+    def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._lines: dict[int, _Lines] = {priority: {} for priority in PRIORITIES}
-        self._groups: dict[Hashable, _Lines] = {}
-        # whole numbers: a float would lose the work of a small job once the times are large
-        self._times: dict[Tenant, int] = {}
-        self._now = 0
+        self._times = VirtualTimes()
+        self._lanes = {priority: Lane(self._times) for priority in PRIORITIES}
+        self._groups: dict[Hashable, Lane] = {}
 
     def __len__(self) -> int:
-        return sum([len(line) for lines in self._lines.values() for line in lines.values()])
-
-    @property
-    def line_count(self) -> int:
-        """Number of tenants that wait, in all priorities."""
-        return sum([len(lines) for lines in self._lines.values()])
+        return sum([len(line) for lane in self._lanes.values() for line in lane.values()])
 
     def put(self, job: Job) -> None:
         """Adds a job."""
-        tenant = job.tenant
-        if not any(tenant in lines for lines in self._lines.values()):
-            self._times[tenant] = max(self._times.get(tenant, 0), self._now)
-        for lines in self._lines_of(job):
-            if (line := lines.get(tenant)) is None:
-                line = lines[tenant] = OrderedDict()
-            line[job] = None
-        if self._admission is not None:
-            self._admission.take(job)
+        if job.tenant not in self._admission.jobs:
+            self._times.join(job.tenant)
+        self._lanes[job.priority].put(job)
+        key = _group_key(job)
+        if (group := self._groups.get(key)) is None:
+            group = self._groups[key] = Lane(self._times)
+        group.put(job)
+        self._admission.take(job)
 
     def remove(self, job: Job) -> bool:
         """Removes a job; returns False if it is not here any more."""
-        if job not in self._lines[job.priority].get(job.tenant, ()):
+        if job not in self._lanes[job.priority].get(job.tenant, ()):
             return False
         self._discard(job)
         return True
 
     def clear(self) -> list[Job]:
         """Removes and returns all jobs."""
-        lines = [line for lines in self._lines.values() for line in lines.values()]
+        lines = [line for lane in self._lanes.values() for line in lane.values()]
         jobs = [job for line in lines for job in line]
         for job in jobs:
             self._discard(job)
@@ -86,15 +143,15 @@ class Lane:
     def find_next(self) -> Job | None:
         """Returns the job of the highest priority that is next; removes cancelled jobs before
         it."""
-        for lines in self._lines.values():
-            while lines:
-                job = self._first(lines)
+        for lane in self._lanes.values():
+            while lane:
+                job = lane.first()
                 if not job.is_cancelled:
                     return job
                 self._discard(job)
         return None
 
-    def take(self, max_jobs: int = 1, max_bytes: int = 0) -> list[Job]:
+    def take_batch(self, max_jobs: int, max_bytes: int) -> list[Job]:
         """Removes and returns the next job and others with its batch key, of all tenants in turn.
 
         Args:
@@ -103,51 +160,31 @@ class Lane:
         """
         if (first := self.find_next()) is None:
             return []
-        self._now = max(self._now, self._times[first.tenant])
-        batch, total = [first], first.plan.bytes
-        self._begin(first)
-        group = self._groups.get(_key(first), {}) if max_jobs > 1 else {}
-        while group and len(batch) < max_jobs:
-            job = self._first(group)
-            if job.is_cancelled:
-                self._discard(job)
-                continue
+        self._times.begin(first.tenant)
+        batch: list[Job] = []
+        job, group, total = first, self._groups[_group_key(first)], 0
+        while True:
             total += job.plan.bytes
-            if total > max_bytes:
+            if batch and total > max_bytes:
                 break
-            self._begin(job)
-            batch.append(job)
+            self._discard(job)
+            if job is first or not job.is_cancelled:
+                self._times.charge(job)
+                batch.append(job)
+            if not group or len(batch) >= max_jobs:
+                break
+            job = group.first()
         return batch
 
-    def _first(self, lines: _Lines) -> Job:
-        """Returns the oldest job of the tenant that is next; the one that came first if equal."""
-        tenant = min(lines, key=self._times.__getitem__)
-        return next(iter(lines[tenant]))
-
-    def _begin(self, job: Job) -> None:
-        """Removes a job that runs now, and charges its tenant."""
-        self._discard(job)
-        self._times[job.tenant] += int(job.plan.load.work * _PARTS / job.tenant.weight)
-
-    def _lines_of(self, job: Job) -> list[_Lines]:
-        """Returns the lines of its priority, and those of its batch key."""
-        lines = [self._lines[job.priority]]
-        if self._admission is not None:
-            lines.append(self._groups.setdefault(_key(job), {}))
-        return lines
-
     def _discard(self, job: Job) -> None:
-        for lines in self._lines_of(job):
-            line = lines[job.tenant]
-            del line[job]
-            if not line:
-                del lines[job.tenant]
-        if self._admission is not None:
-            if not self._groups[_key(job)]:
-                del self._groups[_key(job)]
-            self._admission.give_back(job)
+        key = _group_key(job)
+        for lane in (self._lanes[job.priority], self._groups[key]):
+            lane.discard(job)
+        if not self._groups[key]:
+            del self._groups[key]
+        self._admission.give_back(job)
 
 
-def _key(job: Job) -> Hashable:
+def _group_key(job: Job) -> Hashable:
     """Jobs with equal keys may run together."""
     return job.priority, job.batch_key

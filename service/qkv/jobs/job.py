@@ -10,7 +10,7 @@ from typing import Final, Self
 from qkv.attention.layers.layer import Layer
 from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.result import Result
-from qkv.jobs.tenant import ANYONE, Tenant
+from qkv.jobs.tenant import Tenant
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
@@ -30,12 +30,12 @@ class Job:
         layer: the layer that projects them, or None.
 
     Attributes:
-        plan, tensors, layer: as the arguments.
+        plan, tensors, layer: as the arguments; the others are set when it is submitted.
         tenant: whose job it is.
         priority: one of `PRIORITIES`.
         submitted_at: start of its wait, by `time.perf_counter`.
         deadline: time at which it expires, by the same clock; None: never.
-        future: receives its result or its error; set when it is submitted.
+        future: receives its result or its error.
         timer: the timer of its deadline; None: it has none.
     """
 
@@ -44,16 +44,17 @@ class Job:
         "tensors", "timer",
     )  # fmt: skip
 
+    tenant: Tenant
+    priority: int
+    submitted_at: float
+    deadline: float | None
     future: asyncio.Future[Result]
+    timer: asyncio.TimerHandle | None
 
     def __init__(
         self, plan: Plan, tensors: Mapping[str, RawTensor], layer: Layer | None = None
     ) -> None:
         self.plan, self.tensors, self.layer = plan, tensors, layer
-        self.tenant, self.priority = ANYONE, DEFAULT_PRIORITY
-        self.submitted_at = 0.0
-        self.deadline: float | None = None
-        self.timer: asyncio.TimerHandle | None = None
 
     @classmethod
     def from_message(cls, plan: Plan, message: Message) -> Self:
@@ -100,7 +101,7 @@ class Job:
             priority: 1 is high, 3 is low; any other value is the default, 2.
             wait_s: seconds after which it expires; None: never.
         """
-        self.future, self.tenant = future, tenant
+        self.future, self.tenant, self.timer = future, tenant, None
         self.priority = priority if priority in PRIORITIES else DEFAULT_PRIORITY
         self.submitted_at = now = time.perf_counter()
         self.deadline = None if wait_s is None else now + wait_s

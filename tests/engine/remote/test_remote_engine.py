@@ -16,6 +16,7 @@ from qkv.engine.executor import launch
 from qkv.engine.remote.channel import Channel
 from qkv.engine.remote.messages import MessageType
 from qkv.errors import DeadlineExceeded, Internal, InvalidContent, QkvError, ServiceUnavailable
+from qkv.jobs import plan_codec
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.jobs.measure.row_metrics import ROW_METRICS
@@ -241,8 +242,9 @@ def test_full_region_raises_503_until_blocks_are_released() -> None:
     async def test(fixture: Service) -> None:
         futures: list[Any] = []
         with fixture.engine.paused():
-            # of 1 MiB, in and out
-            futures += [fixture.remotes[0].submit(plain(0, 4096)) for _ in range(9)]
+            futures += [
+                fixture.remotes[0].submit(plain(0, 4096)) for _ in range(9)
+            ]  # of 1 MiB, in and out
             with pytest.raises(ServiceUnavailable, match="memory"):
                 fixture.remotes[0].submit(plain(0, 4096))
             futures.append(fixture.remotes[1].submit(plain(0, 4096)))  # worker 1 has another region
@@ -409,7 +411,7 @@ def test_job_whose_plan_cannot_be_read_fails_alone(caplog: pytest.LogCaptureFixt
         remote = fixture.remotes[0]
         await remote.submit(plain(0))
         broken = plain(0)
-        broken.plan.__dict__["encoded"] = b"no plan"
+        broken.plan._derived[plan_codec.encode] = b"no plan"
         lost = remote.submit(broken)
         right = remote.submit(plain(0))
         with pytest.raises(Internal):

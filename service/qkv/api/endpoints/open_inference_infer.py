@@ -25,6 +25,7 @@ from qkv.api.run_timing import server_timing, timing_fields
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
+from qkv.jobs.annotations import notes_of
 from qkv.jobs.buffer_layout import BufferLayout
 from qkv.jobs.fields import field_error
 from qkv.jobs.job import Job
@@ -330,15 +331,15 @@ def _new_response(
 ) -> Response:
     outputs = {name: result.outputs[name] for name in fields.outputs}
     entries, data = open_inference.encode_tensors(outputs, fields.binary)
-    notes = {}
-    if plan.notes or result.notes:
-        notes["notes"] = "; ".join([*plan.notes, *result.notes])
+    noted = {}
+    if known := notes_of(plan, result.notes):
+        noted["notes"] = "; ".join(known)
     text = json.dump(
         InferResponse(
             model_name=model,
             model_version=VERSION,
             id=id,
-            parameters={**timing_fields(result, plan), **notes},
+            parameters={**timing_fields(result, plan), **noted},
             outputs=entries,
         )
     )

@@ -15,6 +15,7 @@ from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_message
 from qkv.api.run_timing import server_timing, timing_fields
 from qkv.attention import catalogue
+from qkv.jobs.annotations import annotate
 from qkv.jobs.gradient_plan import GradientPlan
 from qkv.jobs.plan import Plan
 from qkv.settings import Settings
@@ -67,8 +68,8 @@ class RunHandler:
             job = await self.job_runner.new_job(variant, received.message, kind)
         result = await self.job_runner.run(request, received.received_at, job)
         codec, encoding = received.response_codec, received.message.encoding or "base64"
-        timing, annotations = timing_fields(result, job.plan), job.plan.annotations(result.notes)
-        fields = {"variant": variant, group: None, **annotations, "timing": timing}
+        timing, known = timing_fields(result, job.plan), annotate(job.plan, result.notes)
+        fields = {"variant": variant, group: None, **known, "timing": timing}
         message = Message(fields, result.outputs, encoding=encoding)
         size = result.nbytes * _RELATIVE_COST.get(encoding, 1.0) if codec is json else 0
         chunks = await in_thread_if_large(int(size), lambda: codec.encode(message, group))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import orjson
 
 from qkv.engine.remote.channel import Channel
+from qkv.engine.remote.job_memory import layouts_of
 from qkv.engine.remote.messages import (
     NO_DEADLINE,
     JobRequest,
@@ -24,6 +25,7 @@ from qkv.engine.remote.messages import (
 )
 from qkv.engine.remote.shared_memory import Block
 from qkv.errors import QkvError, ServiceUnavailable, from_problem
+from qkv.jobs import plan_codec
 from qkv.jobs.job import Job
 from qkv.jobs.load import Load
 
@@ -143,7 +145,7 @@ class DeviceLink:
             job.submitted_at,
             NO_DEADLINE if job.deadline is None else job.deadline,
             job.tenant,
-            job.plan.encoded,
+            job.plan.derived(plan_codec.encode),
         )
         transfer.is_sent = True
         self._requests.append(request.pack())
@@ -186,7 +188,7 @@ class DeviceLink:
             job = transfer.job
             done = done.plus(job.plan.load)
             started_at = min(started_at, job.submitted_at)
-            result.outputs = job.plan.output_layout.read(transfer.outputs.bytes.data)
+            result.outputs = layouts_of(job.plan).outputs.read(transfer.outputs.bytes.data)
             job.resolve(result)
         self._owner.on_results(done, started_at)
 

@@ -60,7 +60,7 @@ class JobRequest(NamedTuple):
         submitted_at: time of submission, by `time.perf_counter`, one clock for all processes.
         deadline: time at which it expires, by the same clock, or `NO_DEADLINE`.
         tenant: whose job it is.
-        plan: its plan, as `Plan.encoded`.
+        plan: its plan, as `plan_codec.encode` returns it.
     """
 
     id: int

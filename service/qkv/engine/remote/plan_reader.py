@@ -36,7 +36,7 @@ class PlanReader:
         """Returns the plan of these bytes, which its worker has validated.
 
         Args:
-            encoded: as `Plan.encoded`.
+            encoded: as `plan_codec.encode` returns it.
         """
         if (plan := self._plans.get(encoded)) is None:
             plan = plan_codec.decode(encoded, self._layers)

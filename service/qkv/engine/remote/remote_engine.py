@@ -19,7 +19,7 @@ from qkv.engine.device.device import MemoryUsage
 from qkv.engine.engine import DEFAULT_LIMIT
 from qkv.engine.remote.channel import receive_connection
 from qkv.engine.remote.device_link import DeviceLink, LinkOwner, Transfer
-from qkv.engine.remote.job_memory import input_bytes, write_inputs
+from qkv.engine.remote.job_memory import layouts_of, write_inputs
 from qkv.engine.remote.page_releaser import PageReleaser
 from qkv.engine.remote.shared_memory import WorkerRegion
 from qkv.errors import QkvError, ServiceUnavailable, stopping
@@ -150,10 +150,11 @@ class RemoteEngine:
             raise stopping()
         if (link := self._choose()) is None:
             raise ServiceUnavailable("the device process is restarting")
-        plan, size = job.plan, input_bytes(job.plan)
+        layouts = layouts_of(job.plan)
+        size = layouts.input_bytes
         try:
             inputs = self._region.allocate(size)
-            outputs = self._region.allocate(plan.output_layout.size)
+            outputs = self._region.allocate(layouts.outputs.size)
         except ServiceUnavailable as full:
             full.retry_after = self.admission.throughput.retry_after(self.admission.jobs.total)
             raise

@@ -50,7 +50,7 @@ class WorkerJob(Job):
         self._link, self.inputs = link, inputs
         self.id, self.outputs_offset = request.id, request.outputs_offset
         self.tenant, self.priority = request.tenant, request.priority
-        self.submitted_at = request.submitted_at
+        self.submitted_at, self.timer = request.submitted_at, None
         self.deadline = None if request.deadline == NO_DEADLINE else request.deadline
         self.is_done = self._is_cancelled = False
 

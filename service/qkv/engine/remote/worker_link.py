@@ -18,7 +18,7 @@ import orjson
 from qkv.engine.device_errors import EngineStopped
 from qkv.engine.engine import Engine
 from qkv.engine.remote.channel import Channel
-from qkv.engine.remote.job_memory import input_bytes
+from qkv.engine.remote.job_memory import layouts_of
 from qkv.engine.remote.messages import (
     JobRequest,
     MessageType,
@@ -117,7 +117,7 @@ class WorkerLink:
             try:
                 plan = self._plan_reader.read(request.plan)
                 inputs = self._shared_memory.view(
-                    self._index, request.inputs_offset, input_bytes(plan)
+                    self._index, request.inputs_offset, layouts_of(plan).input_bytes
                 )
                 job = self._pending[request.id] = WorkerJob(self, request, plan, inputs)
             except Exception as error:
@@ -128,7 +128,7 @@ class WorkerLink:
 
     def send_result(self, job: WorkerJob, result: Result) -> None:
         """Copies the outputs of a job into shared memory, and sends its times."""
-        if job.plan.output_layout.size > _LARGE_BYTES:
+        if layouts_of(job.plan).outputs.size > _LARGE_BYTES:
             task = asyncio.create_task(self._send_large_result(job, result))
             self._reply_tasks.add(task)
             task.add_done_callback(self._reply_tasks.discard)
@@ -154,7 +154,7 @@ class WorkerLink:
             self.send_error(job.id, failure)
 
     def _write_outputs(self, job: WorkerJob, result: Result) -> None:
-        layout = job.plan.output_layout
+        layout = layouts_of(job.plan).outputs
         memory = self._shared_memory.view(self._index, job.outputs_offset, layout.size)
         layout.write(result.outputs, memory.data)
 
