@@ -14,7 +14,6 @@ import pytest
 
 from qkv.engine.executor import execute
 from qkv.engine.remote.job_memory import layouts_of, read_inputs, write_inputs
-from qkv.engine.remote.plan_reader import PlanReader
 from qkv.jobs import plan_codec
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
@@ -82,14 +81,14 @@ class Process:
     """The caches that a request passes, in a worker and in the device process."""
 
     def __init__(self) -> None:
-        self.plans, self.of_device = PlanCache(LIMITS), PlanReader()
+        self.plans, self.of_device = PlanCache(LIMITS), PlanCache(LIMITS, 64 * MIB)
 
     def send(self, message: Message) -> None:
         """Sends a request until its job is decoded."""
         job = self.plans.new_job(Plan, "softmax", message)
         memory = np.zeros(layouts_of(job.plan).input_bytes, np.uint8)
         write_inputs(job, memory)
-        plan = self.of_device.read(job.plan.derived(plan_codec.encode))
+        plan = self.of_device.decode(job.plan.derived(plan_codec.encode))
         execute([Job(plan, *read_inputs(plan, memory))], CPU, False)
 
     @property
@@ -140,7 +139,7 @@ def test_caches_are_bounded_in_bytes() -> None:
 
 
 def test_cache_drops_the_oldest_values_for_a_large_one() -> None:
-    cache: BoundedCache[int] = BoundedCache(100, 640)
+    cache: BoundedCache[int] = BoundedCache(640)
     for key in range(64):
         cache.put(key, key, 10)
     assert (len(cache), cache.held_bytes) == (64, 640)

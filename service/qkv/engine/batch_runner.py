@@ -136,15 +136,16 @@ class BatchRunner:
     def _complete(self, jobs: Sequence[Job], results: Sequence[Result]) -> None:
         """Adds what the jobs know to the results of a batch, and records it."""
         now, device = time.perf_counter(), self.device_name
+        every = []
         for job, result in zip(jobs, results, strict=True):
             times, at = result.times, job.submitted_at
             times.queue_s, times.total_s = result.started_at - at, now - at
             result.device = device
-        # model statistics count inference requests only
-        if self.stats_recorder is not None and jobs[0].plan.task == "run":
-            times_of_each = [result.times for result in results]
-            for name in jobs[0].plan.derived(_model_names):
-                self.stats_recorder.record_batch(name, times_of_each)
+            every.append(times)
+        plan = jobs[0].plan
+        if self.stats_recorder is not None and plan.task == "run":  # of a client
+            for name in plan.derived(_model_names):
+                self.stats_recorder.record_batch(name, every)
 
     def _verified(self, jobs: Sequence[Job], launched: Launched) -> list[Result]:
         """Returns the outputs of a batch; those of each job alone if a check finds other bits."""

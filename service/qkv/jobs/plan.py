@@ -155,10 +155,10 @@ class Plan:
         Args:
             compute: the function of a module; always the same object.
         """
-        known = self._derived
-        if compute not in known:
-            known[compute] = compute(self)
-        value: _T = known[compute]
+        try:
+            value: _T = self._derived[compute]
+        except KeyError:
+            value = self._derived[compute] = compute(self)
         return value
 
     @cached_property

@@ -43,7 +43,6 @@ _MAX_TIMEOUT_US: Final = (1 << 63) - 1
 _MAX_QUOTED_LENGTH: Final = 4096  # no list or object that a variant takes is near it
 _COMPRESSION_LEVEL: Final = 1  # floats hardly compress at any level
 _LENGTH_NAME: Final = open_inference.LENGTH_HEADER.lower().encode()
-_MAX_HEADS: Final = 2048
 _MAX_HEADS_BYTES: Final = 20 << 20
 _SEQUENCE_PARAMETERS: Final = ("sequence_id", "sequence_start", "sequence_end")
 
@@ -125,7 +124,7 @@ class InferHandler:
     def __init__(self, job_runner: JobRunner, models: ModelCatalogue, settings: Settings) -> None:
         self._job_runner, self._models = job_runner, models
         self._max_body_bytes = settings.max_body_bytes
-        self._heads: BoundedCache[_KnownHead] = BoundedCache(_MAX_HEADS, _MAX_HEADS_BYTES)
+        self._heads: BoundedCache[_KnownHead] = BoundedCache(_MAX_HEADS_BYTES)
 
     async def handle(self, request: Request, model: str, version: str = VERSION) -> Response:
         """Runs one request.

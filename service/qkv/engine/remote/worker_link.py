@@ -27,10 +27,10 @@ from qkv.engine.remote.messages import (
     pack_results,
     unpack_id,
 )
-from qkv.engine.remote.plan_reader import PlanReader
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.engine.remote.worker_job import WorkerJob
 from qkv.errors import Internal, QkvError
+from qkv.jobs.plan_cache import PlanCache
 from qkv.jobs.result import Result
 
 __all__ = ["WorkerLink"]
@@ -51,7 +51,7 @@ class WorkerLink:
         index: index of the worker.
         engine: runs its jobs.
         shared_memory: holds its tensors.
-        plan_reader: reads the plans of all workers.
+        plans: those of all workers.
         on_lost: called when the worker has exited.
     """
 
@@ -60,11 +60,11 @@ class WorkerLink:
         index: int,
         engine: Engine,
         shared_memory: SharedMemory,
-        plan_reader: PlanReader,
+        plans: PlanCache,
         on_lost: Callable[[], None],
     ) -> None:
         self._index = index
-        self._engine, self._shared_memory, self._plan_reader = engine, shared_memory, plan_reader
+        self._engine, self._shared_memory, self._plans = engine, shared_memory, plans
         self._on_lost = on_lost
         self._pending: dict[int, WorkerJob] = {}
         # packed, by backend and notes
@@ -115,7 +115,7 @@ class WorkerLink:
         jobs = []
         for request in requests:
             try:
-                plan = self._plan_reader.read(request.plan)
+                plan = self._plans.decode(request.plan)
                 inputs = self._shared_memory.view(
                     self._index, request.inputs_offset, layouts_of(plan).input_bytes
                 )
