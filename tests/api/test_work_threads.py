@@ -36,7 +36,7 @@ class EndlessWork:
         self._lock, self._pause = threading.Lock(), threading.Event()
         monkeypatch.setattr(f"qkv.api.endpoints.{PLACES[path]}", self._work)
 
-    def _work(self, _: object, raise_if_stopped: Callable[[], None]) -> None:
+    def _work(self, _: object, raise_if_stopped: Callable[[], None], *__: object) -> None:
         with self._lock:
             self.begun, self.running = self.begun + 1, self.running + 1
         try:

@@ -196,7 +196,7 @@ def test_conversions_count_from_their_head_to_their_response(
     server = serve(max_queue=2)
     converting, go_on = threading.Event(), threading.Event()
 
-    def slow(message: Message, _: object) -> Message:
+    def slow(message: Message, *_: object) -> Message:
         converting.set()
         assert go_on.wait(TIMEOUT_S)
         return convert_message(message)

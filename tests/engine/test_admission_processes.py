@@ -10,6 +10,8 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
 
 import httpx
 import pytest
@@ -20,21 +22,20 @@ from support.processes import TIMEOUT_S, Process, wait_until
 from support.service_processes import (
     address,
     device_process_pid,
-    slow_request_body,
     status_of,
-    wait_until_computing,
 )
 from support.small_requests import HEAD, SAFETENSORS, body, outputs, post
+
+TESTS: Final = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture(params=["each", "one"])
 def service_process(request: pytest.FixtureRequest, command: Callable[..., Process]) -> Process:
     """Two workers, with and without a device process, on a device that fails on request."""
-    paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = command(
         "serve", "--port", "0", "--workers", "2",
         module="support.faulty_service", QKV_DEVICE_PROCESS=request.param, QKV_MAX_BATCH="32",
-        PYTHONPATH=os.pathsep.join(paths),
+        PYTHONPATH=TESTS,
     )  # fmt: skip
     assert process.url
     return process
@@ -53,18 +54,15 @@ def test_failing_and_oversized_requests_affect_no_others(service_process: Proces
 
 
 def test_device_process_drops_jobs_of_200_disconnected_clients(
-    command: Callable[..., Process],
+    command: Callable[..., Process], tmp_path: Path
 ) -> None:
-    """Two hundred clients disconnect while the device runs one large request."""
+    """Two hundred clients disconnect while the device runs another request."""
+    gate, content = tmp_path / "gate", body()
     service_process = command(
         "serve", "--port", "0", "--workers", "2",
-        QKV_DEVICE_PROCESS="one", QKV_MAX_BATCH="32",
+        module="support.faulty_service", QKV_DEVICE_PROCESS="one", QKV_MAX_BATCH="32",
+        PYTHONPATH=TESTS, GATE=str(gate),
     )  # fmt: skip
-    content, large, device = (
-        body(),
-        slow_request_body(16384, 16),
-        device_process_pid(service_process),
-    )
     head = f"{HEAD}Content-Type: {SAFETENSORS['Content-Type']}\r\nContent-Length: {len(content)}"
 
     def count() -> int:
@@ -77,9 +75,8 @@ def test_device_process_drops_jobs_of_200_disconnected_clients(
 
     before = count()
     with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(post, service_process.url, large)
-        wait_until(lambda: metric("qkv_request_body_bytes_total") >= len(large))
-        wait_until_computing(device)
+        busy = pool.submit(post, service_process.url, body(failing_device.WAITING))
+        wait_until(gate.exists)
         with ExitStack() as stack:
             for _ in range(200):
                 connection = stack.enter_context(
@@ -88,7 +85,7 @@ def test_device_process_drops_jobs_of_200_disconnected_clients(
                 connection.sendall(head.encode() + b"\r\n\r\n" + content)
             wait_until(lambda: metric("qkv_queue_depth") == 200)
         wait_until(lambda: metric("qkv_queue_depth") == 0)
-        assert not busy.done(), "the machine is too fast for this test"
+        gate.unlink()
         assert busy.result(TIMEOUT_S).is_success
     assert post(service_process.url, content).is_success
     assert count() - before == 2

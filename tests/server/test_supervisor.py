@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -33,6 +32,7 @@ from support.service_processes import (
     RawRequest,
     address,
     child_pids,
+    open_files,
     status_of,
 )
 
@@ -57,30 +57,26 @@ def test_service_is_ready_when_all_workers_are(service_process: Process) -> None
 
 
 @pytest.mark.parametrize("log", ["off", "json"])
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [
+def test_exit_of_a_worker_is_logged_with_its_signal(command: Command, log: str) -> None:
+    """As a line with time and level, or as JSON where requests are logged as JSON."""
+    service = command("serve", "--port", "0", "--workers", "1", QKV_REQUEST_LOG=log)
+    for number, reason in (
         (signal.SIGKILL, "by SIGKILL, perhaps out of memory,"),
         (signal.SIGSEGV, "by SIGSEGV"),
         (signal.SIGTERM, "with status 0"),
-    ],
-)
-def test_exit_of_a_worker_is_logged_with_its_signal(
-    command: Command, log: str, number: signal.Signals, reason: str
-) -> None:
-    """As a line with time and level, or as JSON where requests are logged as JSON."""
-    service = command("serve", "--port", "0", "--workers", "1", QKV_REQUEST_LOG=log)
-    assert service.url
-    os.kill(child_pids(service.popen.pid)[0], number)
-    wait_until(lambda: "restarting" in service.lines[-1])
-    line = service.lines[-1]
-    if log == "json":
-        time_text, level, message = json.loads(line).values()
-    else:
-        time_text, level, message = line.split(" ", 2)
-    assert datetime.fromisoformat(time_text).utcoffset() == timedelta(0)
-    assert level == "WARNING"
-    assert re.fullmatch(rf"worker 0 exited {reason} after \d+\.\d s; restarting it", message)
+    ):
+        wait_until(lambda: status_of(service.url, "/readyz") == 200)
+        count = len(service.lines)
+        os.kill(child_pids(service.popen.pid)[0], number)
+        wait_until(lambda count=count: len(service.lines) > count)  # type: ignore[misc]
+        (line,) = service.lines[count:]
+        if log == "json":
+            time_text, level, message = json.loads(line).values()
+        else:
+            time_text, level, message = line.split(" ", 2)
+        assert datetime.fromisoformat(time_text).utcoffset() == timedelta(0)
+        assert level == "WARNING"
+        assert re.fullmatch(rf"worker 0 exited {reason} after \d+\.\d s; restarting it", message)
 
 
 def test_workers_flag_overrides_the_environment(command: Command) -> None:
@@ -210,8 +206,7 @@ def test_objects_before_the_fork_are_frozen_for_gc() -> None:
 
 def sockets_of(pid: int) -> set[str]:
     """Returns the open sockets of a process."""
-    links = (link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir())
-    return {str(link) for link in links if str(link).startswith("socket:")}
+    return {file for file in open_files(pid) if file.startswith("socket:")}
 
 
 def test_simultaneous_connections_are_balanced(service_process: Process) -> None:

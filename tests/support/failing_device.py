@@ -5,8 +5,11 @@ The first number of a request's query selects the failure.
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +27,8 @@ GREEDY: Final = 6663.0
 """Memory runs out unless the request is alone in its batch."""
 ENDING: Final = 6664.0
 """The batch calls sys.exit."""
+WAITING: Final = 6665.0
+"""The batch makes the file that the variable `GATE` names, and waits until it is removed."""
 
 broken: list[bool] = []
 """Not empty after a sticky failure."""
@@ -46,6 +51,11 @@ def failing(jobs: Sequence[Job], *how: Any) -> Launched:
         raise RuntimeError("marked")
     if ENDING in seen:
         sys.exit("marked")
+    if WAITING in seen:
+        gate = Path(os.environ["GATE"])
+        gate.touch()
+        while gate.exists():
+            time.sleep(0.01)
     if GREEDY in seen and len(jobs) > 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
     return launch(jobs, *how)

@@ -109,8 +109,11 @@ class Service:
         handled = int(status.partition("SigCgt:")[2].split()[0], 16)
         if not handled >> (signal.SIGTERM - 1) & 1:
             return False
-        names = {Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.pids}
-        return len(self.pids) == self.topology.count and all(b"serve" in name for name in names)
+        try:
+            names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.pids]
+        except (FileNotFoundError, ProcessLookupError):  # one of those ended at this moment
+            return False
+        return len(names) == self.topology.count and all(b"serve" in name for name in names)
 
     @property
     def devices(self) -> list[int]:

@@ -120,7 +120,7 @@ def running_server(**settings: Any) -> Iterator[Server]:
         thread = _ServerThread(app, listening)
         thread.start()
         try:
-            with httpx.Client(base_url=url, timeout=TIMEOUT_S, verify=False) as http:
+            with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
                 engine = runtime.engine
                 assert isinstance(engine, Engine)
                 yield Server(url, app, runtime, engine, thread.uvicorn, thread.loop, http)

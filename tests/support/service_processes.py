@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 
 from qkv.client.request_builders import build_attend
-from support.processes import TIMEOUT_S, Process, wait_until
+from support.processes import TIMEOUT_S, Process
 
 PATH: Final = "/v1/attention/softmax"
 TINY_BODY: Final = json.dumps(
@@ -56,6 +56,19 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def open_files(pid: int) -> set[str]:
+    """Returns what the open files of a process are; none if it does not run.
+
+    It may close one, or end, between the list and a look.
+    """
+    found = set[str]()
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return found
 
 
 def status_of(url: str, path: str) -> int:
@@ -135,14 +148,14 @@ class RawRequest:
 
 
 def device_process_pids(service_process: Process) -> list[int]:
-    """Returns the ids of the children that have no listening socket."""
+    """Returns the ids of the children that run and have no listening socket."""
     _, port = address(service_process)
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     (inode,) = (r[9] for r in rows if r[3] == "0A" and int(r[1].partition(":")[2], 16) == port)
     return [
         pid
         for pid in child_pids(service_process.popen.pid)
-        if f"socket:[{inode}]" not in {os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir()}
+        if (files := open_files(pid)) and f"socket:[{inode}]" not in files
     ]
 
 
@@ -150,14 +163,3 @@ def device_process_pid(service_process: Process) -> int:
     """Returns the id of the only child that has no listening socket."""
     (found,) = device_process_pids(service_process)
     return found
-
-
-def wait_until_computing(pid: int) -> None:
-    """Waits until a process has computed for half a second, as only a large job does."""
-    stat, ticks_per_s = Path(f"/proc/{pid}/stat"), os.sysconf("SC_CLK_TCK")
-
-    def ticks() -> int:
-        return sum(map(int, stat.read_text().rsplit(")")[-1].split()[11:13]))
-
-    ticks_before = ticks()
-    wait_until(lambda: ticks() > ticks_before + ticks_per_s // 2)

@@ -138,12 +138,13 @@ PLANTED: Final = (
     ),
     PlantedFault(
         "a worker outlives the supervisor", _WORKER,
-        "    loop.add_reader(parent_alive_fd, on_supervisor_exit)\n", "",
+        "        loop.add_reader(self._parent_alive_fd, self._on_supervisor_exit)\n", "",
         "death and one_worker",
     ),
     PlantedFault(
         "a worker with a failed device goes on", _WORKER,
-        "await _wait_for_any(stop, failed)", "await stop.wait()",
+        "        await self._runtime.engine.failed.wait()\n        self.stop()\n",
+        "        await self._runtime.engine.failed.wait()\n",
         "device_of_a_worker and two_workers",
     ),
 )  # fmt: skip

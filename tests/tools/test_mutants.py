@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from support.paths import PACKAGE
 from tools.judged_suite import Suite
 from tools.mutations import function_lines, mutants_of
+from tools.planted_faults import PLANTED, PlantedFault
 
 TEXT = '''"""A module with 3 lines."""
 __all__ = ["f"][:1]
@@ -55,6 +57,12 @@ def test_returned_values_and_loops_change() -> None:
 def test_text_types_and_internal_checks_do_not_change() -> None:
     changed = [mutant.changed[0].strip() for mutant in mutants_of("a.py", TEXT)]
     assert changed == ["if True:", "if False:", "pass"]
+
+
+@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name.replace(" ", "_"))
+def test_planted_fault_has_its_place_in_the_code(fault: PlantedFault) -> None:
+    changed = fault.apply((PACKAGE / fault.file).read_text())
+    compile(changed, fault.file, "exec")
 
 
 def test_mutant_is_found_in_code_that_moved() -> None:

@@ -13,9 +13,8 @@ from typing import Final, TypeVar
 from fastapi import Request
 from starlette.types import Receive
 
-from qkv.api.observability import current_tenant, record_times
 from qkv.api.request_body import in_thread_if_large
-from qkv.api.request_record import headers_of, record_of
+from qkv.api.request_record import current_tenant, headers_of, record_of, record_times
 from qkv.engine.admission import AdmittedBody
 from qkv.engine.job_executor import JobExecutor
 from qkv.errors import (

@@ -13,7 +13,7 @@ __all__ = ["server_timing", "timing_fields"]
 
 
 def timing_fields(result: Result, plan: Plan) -> dict[str, Any]:
-    """Returns what a response says of a run: times in milliseconds, and its size."""
+    """Returns the fields of the `Timing` of a run: times in milliseconds, and its size."""
     times = result.times
     return {
         "queue_ms": times.queue_s * 1e3,

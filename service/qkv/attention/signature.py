@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from types import ModuleType, UnionType
 from typing import Any, Final, NamedTuple
 
@@ -112,6 +112,8 @@ class Signature(NamedTuple):
         from_engine: the arguments that the engine passes: `outputs`, `plane_BH`.
         returns_tensor: `attend` returns the output itself, not a NamedTuple.
         state: what `attend` takes and returns of the tokens before; None: nothing.
+        call: the dataclass whose fields are the arguments of all functions of the file; None: each
+            function has them as arguments.
     """
 
     inputs: Mapping[str, Input]
@@ -120,6 +122,7 @@ class Signature(NamedTuple):
     from_engine: frozenset[str]
     returns_tensor: bool
     state: State | None
+    call: type[Any] | None
 
 
 class _Array(NamedTuple):
@@ -147,13 +150,13 @@ def read_signature(module: ModuleType, name: str) -> Signature:
     attend = getattr(module, "attend", None)
     if not inspect.isfunction(attend):
         raise BrokenRule("it has no function `attend`")
-    try:
-        hints = typing.get_type_hints(attend, include_extras=True)
-    except Exception as error:  # names in annotations that are not imported, and anything else
-        raise BrokenRule(f"attend's annotations cannot be evaluated: {one_line(error)}") from None
+    hints = _hints(attend)
+    call = _call_of(attend, hints)
     tensors: list[inspect.Parameter] = []
     options: list[inspect.Parameter] = []
-    for p in inspect.signature(attend).parameters.values():
+    if call is not None:
+        hints = {**_hints(call), **{n: h for n, h in hints.items() if n == "return"}}
+    for p in inspect.signature(attend if call is None else call).parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
             raise BrokenRule(f"attend's argument {p} is not allowed: expected named arguments")
         if p.name not in hints and p.name not in _FROM_ENGINE:
@@ -179,10 +182,36 @@ def read_signature(module: ModuleType, name: str) -> Signature:
         {p.name: (hints[p.name], p.default) for p in options if p.name not in _FROM_ENGINE},
     )
     from_engine = frozenset(p.name for p in options if p.name in _FROM_ENGINE)
+    if call is not None:
+        from_engine |= {"outputs"}
     return Signature(
         {i.name: i for i in inputs}, {o.name: o for o in outputs}, parameters, from_engine,
-        returns_tensor, state,
+        returns_tensor, state, call,
     )  # fmt: skip
+
+
+def _hints(described: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the annotations of `attend`, or of the fields of its `Call`."""
+    try:
+        return typing.get_type_hints(described, include_extras=True)
+    except Exception as error:  # names in annotations that are not imported, and anything else
+        raise BrokenRule(f"attend's annotations cannot be evaluated: {one_line(error)}") from None
+
+
+def _call_of(attend: Callable[..., Any], hints: Mapping[str, Any]) -> type[Any] | None:
+    """Returns the dataclass that `attend` takes beside `outputs`; None for any other signature."""
+    first, *others = inspect.signature(attend).parameters or [""]
+    kind = hints.get(first)
+    if not inspect.isclass(kind) or not is_dataclass(kind):
+        return None
+    if others != ["outputs"]:
+        raise BrokenRule(
+            f"attend takes {kind.__name__} and {', '.join(others) or 'nothing'}: expected "
+            f"{kind.__name__} and outputs"
+        )
+    if hasattr(kind, "__post_init__") or "__slots__" in vars(kind):
+        raise BrokenRule(f"{kind.__name__} has __post_init__ or slots: expected fields alone")
+    return kind
 
 
 def _read_input(parameter: inspect.Parameter, hint: Any, wider: Collection[str]) -> Input:

@@ -41,6 +41,7 @@ class Variant:
         returned: the outputs that `attend` returns; None: it returns the output itself.
         from_engine: the arguments of `attend` that the engine passes.
         state: what `attend` takes and returns of the tokens before; None: nothing.
+        call: the dataclass of the arguments of the file's functions; None: they take arguments.
         steps: the tensors between inputs and output, `steps.<name>`, in order; empty: none.
     """
 
@@ -52,6 +53,7 @@ class Variant:
     returned: frozenset[str] | None
     from_engine: frozenset[str]
     state: State | None = None
+    call: type[Any] | None = None
     steps: Mapping[str, Step] = field(default_factory=dict)
 
     @cached_property
@@ -103,7 +105,7 @@ class Variant:
 
     def for_weights(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments of `attend` without a state that the weights do not depend on."""
-        if self.state is None or self.state.argument in _argument_names(self.module.weights):
+        if self.state is None or getattr(self.module, "STATE_CHANGES_WEIGHTS", True):
             return dict(arguments)
         return {n: x for n, x in arguments.items() if n != self.state.argument}
 
@@ -119,6 +121,8 @@ class Variant:
     def attend(self) -> Callable[..., Any]:
         """The function that computes the outputs; takes the set `outputs` beside its arguments."""
         attend: Callable[..., Any] = self.module.attend
+        if self.call is not None:
+            attend = _by_fields(attend, self.call)
         if "outputs" in self.from_engine and self.returned == frozenset(self.outputs):
             return attend
         return defaults.CompleteAttend(
@@ -131,7 +135,7 @@ class Variant:
             self.row_block_function,
         )
 
-    @property
+    @cached_property
     def takes_plane(self) -> bool:
         """True if `attend` takes `plane_BH`."""
         return "plane_BH" in self.from_engine
@@ -161,9 +165,7 @@ class Variant:
                 `weights` does not take are ignored.
         """
         if self.has_row_blocks:
-            function: Callable[[slice], Tensor] = self.module.weights(
-                **_accepted(self.module.weights, arguments)
-            )
+            function: Callable[[slice], Tensor] = self._run(self.module.weights, arguments)
             return function
         if self.returned is not None and "weights" in self.returned:
             whole = self.attend(**arguments, outputs=frozenset({"weights"})).weights
@@ -196,7 +198,8 @@ class Variant:
         None if no input is floating.
         """
         if self.has_closed_form_gradients:
-            return typing.cast("Callable[..., dict[str, Tensor]]", self.module.backward)
+            backward = self.module.backward if self.call is None else self._closed_form_gradients
+            return typing.cast("Callable[..., dict[str, Tensor]]", backward)
         if not any("float32" in i.dtypes for i in self.inputs.values()):
             return None
         return partial(defaults.backward_by_autograd, self._compute_output, self.inputs)
@@ -208,7 +211,10 @@ class Variant:
             **arguments: as `attend` takes them, in any dtype, on the CPU.
         """
         if hasattr(self.module, "reference"):
-            return self.module.reference(**arguments)
+            reference = self.module.reference
+            if self.call is not None:
+                return reference(_new_call(self.call, arguments))
+            return reference(**arguments)
         wide = {
             n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
             for n, v in arguments.items()
@@ -222,8 +228,23 @@ class Variant:
             **arguments: as `attend` takes them, floating tensors in float64, without a state; with
                 `plane_BH` if the variant takes it.
         """
-        steps = self.module.steps(**_accepted(self.module.steps, arguments))
+        steps = self._run(self.module.steps, arguments)
         return {STEPS + name: tensor for name, tensor in steps.items()}
+
+    def _run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Calls a function of the file with those of the arguments that it takes."""
+        if self.call is not None:
+            return function(_new_call(self.call, arguments))
+        return function(**_accepted(function, arguments))
+
+    def _closed_form_gradients(
+        self, grad_output: Tensor, grad_state: Any = None, **arguments: Any
+    ) -> dict[str, Tensor]:
+        """Calls the `backward` of a file with a `Call`."""
+        assert self.call is not None
+        call, backward = _new_call(self.call, arguments), self.module.backward
+        with_state = () if self.state is None else (grad_state,)
+        return typing.cast("dict[str, Tensor]", backward(call, grad_output, *with_state))
 
     def _compute_output(self, **arguments: Any) -> Tensor:
         output: Tensor = self.attend(**arguments, outputs=_OUTPUT).output
@@ -384,6 +405,29 @@ class Variant:
     @cached_property
     def _defaults(self) -> pydantic.BaseModel:
         return self.parameters()
+
+
+def _by_fields(attend: Callable[[Any, frozenset[str]], Any], kind: type[Any]) -> Callable[..., Any]:
+    """Returns the `attend` of a file with a `Call`, as a function of its fields."""
+    new = object.__new__
+
+    def attend_fields(*, outputs: frozenset[str] = _OUTPUT, **arguments: Any) -> Any:
+        call = new(kind)  # as in `_new_call`
+        call.__dict__.update(arguments)
+        return attend(call, outputs)
+
+    return attend_fields
+
+
+def _new_call(kind: type[Any], arguments: Mapping[str, Any]) -> Any:
+    """Returns the `Call` of a file with these fields; the others have their defaults.
+
+    The constructor of a frozen dataclass sets each field through `object.__setattr__`: with the 15
+    of softmax it takes five times as long as this.
+    """
+    call = object.__new__(kind)
+    vars(call).update(arguments)
+    return call
 
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from qkv.jobs.measure.sweep_run import SweepEvent, SweepRun
 from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.result import Result
 from qkv.tensors import FLOATING, RawTensor
-from qkv.wire import json
 from qkv.wire.message import Message
 from qkv.wire.responses import CompareResponse, CompareTiming
 
@@ -193,9 +192,15 @@ def compare(message: Message) -> dict[str, Any]:
     except StopIteration as end:
         report: compare_report.CompareReport = end.value
     total_ms = (time.perf_counter() - started_at) * 1e3
-    timing = CompareTiming(0.0, 0.0, compute_s * 1e3, runs, "cpu", total_ms)
-    response: dict[str, Any] = json.load(json.dump(CompareResponse(*report, timing)))
-    return response
+    timing = CompareTiming(
+        queue_ms=0.0,
+        transfer_ms=0.0,
+        compute_ms=compute_s * 1e3,
+        runs=runs,
+        device="cpu",
+        total_ms=total_ms,
+    )
+    return CompareResponse(**report._asdict(), timing=timing).model_dump(mode="json")
 
 
 def detect(message: Message) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from qkv.errors import (
     QkvError,
     RequestTimeout,
 )
+from qkv.server.client_timer import ClientTimer
 from qkv.server.http_exchange import Exchange
 from qkv.server.request_head import MAX_HEAD_BYTES, RequestHead
 
@@ -63,9 +64,8 @@ class HttpLimits:
 class HttpProtocol(asyncio.BufferedProtocol):
     """One connection: parses requests, and closes if its client is too slow.
 
-    It has a timer of its own, and counts checks, not seconds, so that a paused process does not
-    time out its connections. The parser refers to this object, so that both are freed at once only
-    because `connection_lost` removes the parser.
+    The parser and the timer refer to this object, so that all are freed at once only because
+    `connection_lost` removes both.
 
     Args:
         config: of uvicorn: the application, and the seconds that a connection may be idle.
@@ -106,11 +106,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         self._is_read_paused = self.is_write_paused = False
         self._is_ending = self._is_lingering = False
         self._writable = asyncio.Event()
-        # the time of the client
-        self._period_s = min(1.0, limits.read_timeout_s / 4)
-        self._timer: asyncio.TimerHandle | None = None
-        self._progress: tuple[object, ...] = ()
-        self._slow_checks = 0
+        self._timer: ClientTimer | None = None
 
     # the connection
 
@@ -121,14 +117,14 @@ class HttpProtocol(asyncio.BufferedProtocol):
         self._local = _address(transport.get_extra_info("sockname"))
         self._parser = self._new_parser()
         self._state.connections.add(self)  # type: ignore[arg-type]  # uvicorn names its own classes
-        self._timer = self._loop.call_later(self._period_s, self._check)
+        self._timer = ClientTimer(self._wait, self._end, self._limits.read_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells the application that the client is gone."""
         self._state.connections.discard(self)
         assert self._timer is not None
-        self._timer.cancel()
-        self._parser = None
+        self._timer.stop()
+        self._timer = self._parser = None
         for exchange in (self._last, *self._waiting, self._current):
             if exchange is not None:
                 exchange.disconnect()
@@ -390,28 +386,22 @@ class HttpProtocol(asyncio.BufferedProtocol):
 
     # the time of the client
 
-    def _check(self) -> None:
-        """Closes the connection if its client is too slow; called once every period."""
-        if self.transport.is_closing():
-            return
-        self._timer = self._loop.call_later(self._period_s, self._check)
-        is_idle = self.is_idle and self._reading == _NOTHING
-        before = self._progress
-        self._progress = (
+    def _wait(self) -> tuple[float | None, object]:
+        """Returns the seconds that the client may take now, None if nothing is expected of it, and
+        what it has done so far."""
+        progress = (
             self._message_count, self._is_answered, self._is_lingering,
             self._body_bytes >> _PROGRESS_BITS,
         )  # fmt: skip
-        is_read = self._parser is not None and not self._is_read_paused
-        is_due = is_read and (is_idle or self._reading != _NOTHING)
-        if not (is_due or self._is_lingering) or before != self._progress:
-            self._slow_checks = 0
-            return
-        self._slow_checks += 1
-        timeout_s = self._limits.read_timeout_s
-        if self._is_lingering or is_idle:
-            timeout_s = _LINGER_S if self._is_lingering else self._idle_s
-        if self._slow_checks * self._period_s >= timeout_s:
-            self._end()
+        if self.transport.is_closing():
+            return None, progress
+        if self._is_lingering:
+            return _LINGER_S, progress
+        if self._parser is None or self._is_read_paused:
+            return None, progress
+        if self._reading == _NOTHING:
+            return (self._idle_s if self.is_idle else None), progress
+        return self._limits.read_timeout_s, progress
 
     def _end(self) -> None:
         """Closes the connection of a slow client; a request that has not arrived gets 408."""

@@ -199,4 +199,5 @@ class _WorkerServer(uvicorn.Server):
         polls = round(seconds / _POLL_INTERVAL_S)
         while self.server_state.connections and polls:
             polls -= 1
+            await self.on_tick(0)  # the date of the responses, which stands still otherwise
             await asyncio.sleep(_POLL_INTERVAL_S)

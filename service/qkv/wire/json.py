@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import msgspec
 import orjson
 import pybase64
+from simdjson import Array, Object
 
 from qkv.errors import InvalidContent, MalformedRequest, format_value, pointer_to
-from qkv.tensors import DTYPES, RawTensor, nbytes
+from qkv.tensors import DTYPES, RawTensor, are_booleans, nbytes
 from qkv.wire import json_arrays
-from qkv.wire.json_arrays import LIST, MAX_AXES, OBJECT, NestedLists, format_node
-from qkv.wire.json_document import Document, items
+from qkv.wire.json_arrays import VALID_SHAPE, NestedLists, format_node, is_shape
+from qkv.wire.json_document import Document, members
+from qkv.wire.long_numbers import too_large
 from qkv.wire.message import Message
-from qkv.wire.plain_json import refuse_large_number
 
 __all__ = [
     "MEDIA_TYPE",
@@ -58,42 +58,33 @@ def decode(body: bytes | memoryview, group: str) -> Message:
     """
     document = Document(bytes(body))  # no copy if it is bytes
     fields: dict[str, Any] = {}
-    tensors: dict[str, NestedLists | _Base64] = {}
-    layer: dict[str, NestedLists | _Base64] = {}
-    check: dict[str, NestedLists | _Base64] = {}
-    for name, node in items(document.root, ""):
+    tensors: dict[str, NestedLists | RawTensor] = {}
+    layer: dict[str, NestedLists | RawTensor] = {}
+    check: dict[str, NestedLists | RawTensor] = {}
+    for name, node in members(document.root).items():
         if name == group:
-            tensors = _tensors(document, node, f"/{group}")
-        elif name == "layer" and isinstance(node, OBJECT):
+            tensors = _tensors(document, node, group)
+        elif name == "layer" and isinstance(node, Object):
             fields["layer"] = {}
-            for key, inner in items(node, "/layer"):
+            for key, inner in members(node, "layer").items():
                 if key == "tensors":
-                    layer = _tensors(document, inner, "/layer/tensors")
+                    layer = _tensors(document, inner, "layer", key)
                 else:
-                    fields["layer"][key] = document.to_python(inner, f"/layer/{key}")
-        elif name == "check" and group == "tensors" and isinstance(node, OBJECT):
+                    fields["layer"][key] = document.to_python(inner, "layer", key)
+        elif name == "check" and group == "tensors" and isinstance(node, Object):
             fields["check"] = {}
-            for key, inner in items(node, "/check"):
-                pointer = pointer_to("check", key)
-                if isinstance(inner, LIST + OBJECT):
-                    check[key] = _tensor(document, inner, f"check.{key}", pointer)
+            for key, inner in members(node, "check").items():
+                if isinstance(inner, (Array, Object)):
+                    check[key] = _tensor(document, inner, f"check.{key}", "check", key)
                 else:  # a response has numbers there
-                    fields["check"][key] = document.to_python(inner, pointer)
+                    fields["check"][key] = inner
         else:
-            fields[name] = document.to_python(node, f"/{name}")
+            fields[name] = document.to_python(node, name)
     encoding = pop_encoding(fields)
     if encoding is None:
         first = next(iter(tensors.values()), None)
-        encoding = "base64" if isinstance(first, _Base64) else "lists"
-    unread = (*tensors.values(), *layer.values(), *check.values())
-    has_visited_all = any(isinstance(t, NestedLists) for t in unread) and document.has_visited_all
-    return Message(
-        fields,
-        {name: tensor.read(has_visited_all) for name, tensor in tensors.items()},
-        {name: tensor.read(has_visited_all) for name, tensor in layer.items()},
-        encoding,
-        {name: tensor.read(has_visited_all) for name, tensor in check.items()},
-    )
+        encoding = "base64" if isinstance(first, RawTensor) else "lists"
+    return Message(fields, _read(tensors), _read(layer), encoding, _read(check))
 
 
 def encode(message: Message, group: str) -> list[bytes | memoryview]:
@@ -103,14 +94,16 @@ def encode(message: Message, group: str) -> list[bytes | memoryview]:
     """
     document = dict(message.fields)
     write = _write_base64 if message.encoding == "base64" else json_arrays.write
-    if message.tensors or group in document or group == "inputs":
-        document[group] = {n: orjson.Fragment(write(t)) for n, t in message.tensors.items()}
-    if message.check:
-        tensors = {n: orjson.Fragment(write(t)) for n, t in message.check.items()}
-        document["check"] = document.get("check", {}) | tensors
-    if message.layer:
-        tensors = {n: orjson.Fragment(write(t)) for n, t in message.layer.items()}
-        document["layer"] = document.get("layer", {}) | {"tensors": tensors}
+    tensors, layer, check = (
+        {name: orjson.Fragment(write(tensor)) for name, tensor in part.items()}
+        for part in (message.tensors, message.layer, message.check)
+    )
+    if tensors or group in document or group == "inputs":
+        document[group] = tensors
+    if check:
+        document["check"] = document.get("check", {}) | check
+    if layer:
+        document["layer"] = document.get("layer", {}) | {"tensors": layer}
     if message.encoding is not None and group == "inputs":
         document["encoding"] = message.encoding
     return [orjson.dumps(document)]
@@ -123,9 +116,8 @@ def decode_fields(text: bytes) -> dict[str, Any]:
         MalformedRequest, InvalidContent, PayloadTooLarge: as in `decode`.
     """
     document = Document(text)
-    return {
-        name: document.to_python(node, pointer_to(name)) for name, node in items(document.root, "")
-    }
+    fields: dict[str, Any] = document.to_python(document.root)
+    return fields
 
 
 def load(text: bytes | str) -> Any:
@@ -138,9 +130,7 @@ def load(text: bytes | str) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        if "infinity" in error.msg:
-            refuse_large_number(text.encode() if isinstance(text, str) else text)
-        raise MalformedRequest(f"not JSON: {error}") from None
+        raise MalformedRequest(too_large(error) or f"not JSON: {error}") from None
 
 
 def pop_encoding(fields: dict[str, Any]) -> str | None:
@@ -160,93 +150,76 @@ def pop_encoding(fields: dict[str, Any]) -> str | None:
 
 
 def dump(document: Any) -> bytes:
-    """Encodes plain JSON, such as a problem document, and responses."""
-    return msgspec.json.encode(document)
+    """Encodes plain JSON, such as a problem document."""
+    return orjson.dumps(document)
 
 
-def _tensors(document: Document, node: Any, pointer: str) -> dict[str, NestedLists | _Base64]:
-    """Returns the tensors of a group, with their shapes but without their numbers."""
-    if not isinstance(node, OBJECT):
+def _tensors(document: Document, node: Any, *path: str) -> dict[str, NestedLists | RawTensor]:
+    """Returns the tensors of a group; those of lists have their shapes, but not their numbers."""
+    if not isinstance(node, Object):
         raise InvalidContent(
-            f"{pointer[1:]} must be an object of tensors by name: got {format_node(node)}",
-            pointer=pointer,
+            f"{'/'.join(path)} must be an object of tensors by name: got {format_node(node)}",
+            pointer=pointer_to(*path),
         )
-    return {
-        name: _tensor(document, inner, name, pointer + pointer_to(name))
-        for name, inner in items(node, pointer)
-    }
+    found = members(node, *path)
+    return {name: _tensor(document, inner, name, *path, name) for name, inner in found.items()}
 
 
-def _tensor(document: Document, node: Any, name: str, pointer: str) -> NestedLists | _Base64:
-    if not isinstance(node, OBJECT):
-        return document.nested_lists(node, name, pointer)
-    fields = {k: document.to_python(inner, f"{pointer}/{k}") for k, inner in items(node, pointer)}
+def _tensor(document: Document, node: Any, name: str, *path: str) -> NestedLists | RawTensor:
+    if not isinstance(node, Object):
+        return NestedLists(document, node, name, *path)
+    fields = document.to_python(node, *path)
     if fields.keys() != _TENSOR_KEYS:
         raise InvalidContent(
             f"{name} has the wrong fields: got {', '.join(fields) or 'none'}, expected dtype, "
             "shape and data",
+            pointer=pointer_to(*path),
+        )
+    return _read_base64(name, pointer_to(*path), **fields)
+
+
+def _read(tensors: dict[str, NestedLists | RawTensor]) -> dict[str, RawTensor]:
+    return {name: t if isinstance(t, RawTensor) else t.read() for name, t in tensors.items()}
+
+
+def _read_base64(name: str, pointer: str, dtype: Any, shape: Any, data: Any) -> RawTensor:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise InvalidContent(
+            f"{name} has an unknown dtype: got {format_value(dtype)}, expected {', '.join(DTYPES)}",
+            pointer=f"{pointer}/dtype",
+        )
+    if not is_shape(shape, dtype):
+        raise InvalidContent(
+            f"{name} has an invalid shape: got {format_value(shape)}, expected {VALID_SHAPE}",
+            pointer=f"{pointer}/shape",
+        )
+    if not isinstance(data, str):
+        raise InvalidContent(
+            f"{name} has invalid data: got {format_value(data)}, expected a string of base64",
+            pointer=f"{pointer}/data",
+        )
+    pointer += "/data"
+    needed = nbytes(dtype, shape)
+    if len(data) != 4 * -(-needed // 3):
+        raise InvalidContent(
+            f"{name} has data of the wrong length: got {len(data)} characters of base64, expected "
+            f"{4 * -(-needed // 3)} for {dtype} of shape {shape}",
             pointer=pointer,
         )
-    return _Base64(name, pointer, **fields)
-
-
-class _Base64:
-    """A tensor as base64 in a document; `read` decodes it."""
-
-    def __init__(self, name: str, pointer: str, dtype: Any, shape: Any, data: Any) -> None:
-        self.name, self.pointer = name, pointer
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise InvalidContent(
-                f"{name} has an unknown dtype: got {format_value(dtype)}, "
-                f"expected {', '.join(DTYPES)}",
-                pointer=f"{pointer}/dtype",
-            )
-        if (
-            not isinstance(shape, list)
-            or len(shape) > MAX_AXES
-            or not all(type(size) is int and size >= 0 for size in shape)
-            or nbytes(dtype, [size or 1 for size in shape]) >= 1 << 63
-        ):
-            raise InvalidContent(
-                f"{name} has an invalid shape: got {format_value(shape)}, expected at most "
-                f"{MAX_AXES} integers, 0 or more, for less than 2**63 bytes",
-                pointer=f"{pointer}/shape",
-            )
-        if not isinstance(data, str):
-            raise InvalidContent(
-                f"{name} has invalid data: got {format_value(data)}, expected a string of base64",
-                pointer=f"{pointer}/data",
-            )
-        self._dtype, self._shape, self._data = dtype, tuple(shape), data
-
-    def read(self, _: bool) -> RawTensor:
-        """Returns the decoded tensor."""
-        needed = nbytes(self._dtype, self._shape)
-        if len(self._data) != 4 * -(-needed // 3):
-            raise InvalidContent(
-                f"{self.name} has data of the wrong length: got {len(self._data)} characters of "
-                f"base64, expected {4 * -(-needed // 3)} for {self._dtype} of shape "
-                f"{list(self._shape)}",
-                pointer=f"{self.pointer}/data",
-            )
-        try:
-            data = pybase64.b64decode_as_bytearray(self._data, validate=True)
-        except ValueError as error:  # not base64, or not ASCII
-            raise InvalidContent(
-                f"{self.name} has data that is not base64: {error}", pointer=f"{self.pointer}/data"
-            ) from None
-        if len(data) != needed:
-            raise InvalidContent(
-                f"{self.name} has data of the wrong length: got {len(data)} bytes, "
-                f"expected {needed}",
-                pointer=f"{self.pointer}/data",
-            )
-        if self._dtype == "bool" and max(data, default=0) > 1:
-            raise InvalidContent(
-                f"{self.name} is bool and has bytes other than 0 and 1",
-                pointer=f"{self.pointer}/data",
-            )
-        return RawTensor(self._dtype, self._shape, memoryview(data))
+    try:
+        decoded = pybase64.b64decode_as_bytearray(data, validate=True)
+    except ValueError as error:  # not base64, or not ASCII
+        raise InvalidContent(
+            f"{name} has data that is not base64: {error}", pointer=pointer
+        ) from None
+    if len(decoded) != needed:
+        raise InvalidContent(
+            f"{name} has data of the wrong length: got {len(decoded)} bytes, expected {needed}",
+            pointer=pointer,
+        )
+    if dtype == "bool" and not are_booleans(decoded):
+        raise InvalidContent(f"{name} is bool and has bytes other than 0 and 1", pointer=pointer)
+    return RawTensor(dtype, tuple(shape), memoryview(decoded))
 
 
 def _write_base64(tensor: RawTensor) -> bytes:

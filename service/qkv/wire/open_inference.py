@@ -15,16 +15,21 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 import orjson
+from simdjson import Array, Object
 
-from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, format_value
-from qkv.tensors import DTYPES, RawTensor, nbytes
-from qkv.wire import json, json_arrays
+from qkv.errors import (
+    InvalidContent,
+    MalformedRequest,
+    PayloadTooLarge,
+    format_value,
+)
+from qkv.tensors import DTYPES, RawTensor, are_booleans, nbytes
+from qkv.wire import json_arrays
 from qkv.wire.casting import cast_untyped
-from qkv.wire.json_arrays import LIST, MAX_AXES, OBJECT, NestedLists, format_node
-from qkv.wire.json_document import MAX_SUBSTITUTED_BYTES, Document, items
+from qkv.wire.json_arrays import VALID_SHAPE, NestedLists, format_node, is_shape
+from qkv.wire.json_document import MAX_SUBSTITUTED_BYTES, Document, members
 from qkv.wire.message import Message
 from qkv.wire.open_inference_responses import DATATYPES, BinarySize, InferTensor
 
@@ -43,7 +48,7 @@ LENGTH_HEADER: Final = "Inference-Header-Content-Length"
 """The header with the length of the JSON in bytes, if bytes of tensors follow it."""
 
 _DTYPES: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
-_KEYS: Final = ("name", "datatype", "shape", "parameters", "data")
+_KEYS: Final = dict.fromkeys(("name", "datatype", "shape", "parameters", "data"))
 _MAX_KNOWN: Final = 1024  # entries of outputs that are kept
 _MAX_HEAD_BYTES: Final = 2048
 _ID: Final = re.compile(rb'"id"\s*:\s*"([ !#-\[\]-~]*+)"')
@@ -131,22 +136,18 @@ def decode(body: bytes | memoryview, group: str, length: int | None = None) -> M
     data = view[len(view) if length is None else length :]
     fields: dict[str, Any] = {}
     unread: Sequence[_Tensor] = ()
-    for name, node in items(document.root, ""):
+    for name, node in members(document.root).items():
         if name == group:
             unread = _tensors(document, node, group)
         else:
-            fields[name] = document.to_python(node, f"/{name}")
-    has_visited_all = any(t.nested_lists for t in unread) and document.has_visited_all
+            fields[name] = document.to_python(node, name)
     tensors: dict[str, RawTensor] = {}
     end = 0
     for tensor in unread:
         if tensor.name in tensors:
             raise InvalidContent(f"{tensor.name!r:.60} is repeated", pointer=tensor.pointer)
-        if tensor.nested_lists is None:
-            tensors[tensor.name] = tensor.view(data[end:])
-            end += tensor.size
-        else:
-            tensors[tensor.name] = tensor.read(tensor.nested_lists, has_visited_all)
+        tensors[tensor.name] = tensor.read(data[end:])
+        end += tensor.size
     if end != len(data):
         raise MalformedRequest(f"{len(data) - end} bytes after the JSON belong to no tensor")
     return Message(fields, tensors)
@@ -181,20 +182,20 @@ def encode(
         The chunks, and the length of the JSON for the header; None if there is only JSON.
     """
     entries, chunks = encode_tensors(message.tensors, binary)
-    text = json.dump(message.fields | {group: entries})
+    text = orjson.dumps(message.fields | {group: entries})
     return [text, *chunks], len(text) if chunks else None
 
 
 def encode_tensors(
     tensors: Mapping[str, RawTensor], binary: Collection[str]
-) -> tuple[list[Any], list[memoryview]]:
+) -> tuple[list[orjson.Fragment], list[memoryview]]:
     """Returns the entries of tensors in JSON, and the buffers of those that are binary.
 
     Args:
         tensors: by name.
         binary: the names of tensors whose bytes follow the JSON. The others become flat lists.
     """
-    entries: list[Any] = []  # `InferTensor`, or one as JSON
+    entries: list[orjson.Fragment] = []
     chunks = []
     for name, tensor in tensors.items():
         datatype = DATATYPES[tensor.dtype]
@@ -204,16 +205,18 @@ def encode_tensors(
         else:
             count = tensor.nbytes // DTYPES[tensor.dtype].itemsize
             flat = RawTensor(tensor.dtype, (count,), tensor.data)
-            data = msgspec.Raw(json_arrays.write(flat))
-            entries.append(InferTensor(name, datatype, tensor.shape, data=data))
+            entry = InferTensor(name=name, datatype=datatype, shape=tensor.shape).to_json()
+            data = json_arrays.write(flat)
+            entries.append(orjson.Fragment(b'%b,"data":%b}' % (entry[:-1], data)))
     return entries, chunks
 
 
 @lru_cache(_MAX_KNOWN)
-def _binary_entry(name: str, datatype: str, shape: tuple[int, ...], size: int) -> msgspec.Raw:
+def _binary_entry(name: str, datatype: str, shape: tuple[int, ...], size: int) -> orjson.Fragment:
     """Returns the entry of a binary tensor as JSON, which is the same for many responses."""
-    entry = InferTensor(name, datatype, shape, parameters=BinarySize(size))
-    return msgspec.Raw(json.dump(entry))
+    parameters = BinarySize(binary_data_size=size)
+    entry = InferTensor(name=name, datatype=datatype, shape=shape, parameters=parameters)
+    return orjson.Fragment(entry.to_json())
 
 
 class _Tensor:
@@ -221,33 +224,32 @@ class _Tensor:
 
     Attributes:
         label: its name, shortened for error messages.
-        nested_lists: its numbers; None if its bytes follow the JSON.
-        size: the number of its bytes after the JSON.
+        size: the number of its bytes after the JSON; 0 if its numbers are in the JSON.
     """
 
-    def __init__(self, document: Document, node: Any, pointer: str) -> None:
-        if not isinstance(node, OBJECT):
+    def __init__(self, document: Document, node: Any, group: str, index: int) -> None:
+        self.pointer = f"/{group}/{index}"
+        if not isinstance(node, Object):
             raise InvalidContent(
-                f"{pointer[1:]} must be an object: got {format_node(node)}", pointer=pointer
+                f"{self.pointer[1:]} must be an object: got {format_node(node)}",
+                pointer=self.pointer,
             )
-        plain: dict[str, Any] = {}
-        data: Any = None
-        for key, inner in items(node, pointer):
-            if key == "data":
-                data = inner
-            else:
-                plain[key] = document.to_python(inner, f"{pointer}/{key}")
-        self.pointer = pointer
-        self.name = _read_name(plain, pointer)
+        inner = members(node, group, index)
+        data = inner.pop("data", None)
+        plain = {k: document.to_python(value, group, index, k) for k, value in inner.items()}
+        self.name = _read_name(plain, self.pointer)
         self.label = f"{self.name:.60}"
         self.dtype, self.shape = self._form(plain)
         self.size = self._binary_size(plain.get("parameters"), data is not None)
-        self.nested_lists = None
+        self._numbers = None
         if data is not None:
-            self.nested_lists = document.nested_lists(data, self.label, f"{pointer}/data")
+            self._numbers = NestedLists(document, data, self.label, group, index, "data")
 
-    def view(self, data: memoryview) -> RawTensor:
-        """Returns the tensor, a view of the first bytes of `data`."""
+    def read(self, data: memoryview) -> RawTensor:
+        """Returns the tensor: its numbers, or a view of the first bytes of `data`."""
+        return self._view(data) if self._numbers is None else self._read(self._numbers)
+
+    def _view(self, data: memoryview) -> RawTensor:
         if len(data) < self.size:
             raise MalformedRequest(
                 f"{self.label} has too few bytes after the JSON: got {len(data)}, expected "
@@ -255,12 +257,12 @@ class _Tensor:
                 pointer=self.pointer,
             )
         part = data[: self.size]
-        if self.dtype == "bool" and self.size and np.frombuffer(part, np.uint8).max() > 1:
+        if self.dtype == "bool" and not are_booleans(part):
             raise self._wrong("is BOOL and has bytes other than 0 and 1")
         return RawTensor(self.dtype, self.shape, part)
 
-    def read(self, numbers: NestedLists, has_visited_all: bool) -> RawTensor:
-        """Returns the tensor of these numbers, which are nested as in its shape, or flat."""
+    def _read(self, numbers: NestedLists) -> RawTensor:
+        """Returns the tensor of numbers that are nested as in its shape, or flat."""
         count = nbytes(self.dtype, self.shape) // DTYPES[self.dtype].itemsize
         # lists have no sizes within an empty axis
         nested = self.shape[: self.shape.index(0) + 1] if 0 in self.shape else self.shape
@@ -269,7 +271,7 @@ class _Tensor:
                 f"has data of the wrong shape: got {list(numbers.shape)}, expected "
                 f"{list(self.shape)} or [{count}]"
             )
-        raw = numbers.read(has_visited_all)
+        raw = numbers.read()
         if self.dtype != "bool":
             raw = cast_untyped(raw, self.label, [self.dtype], self.dtype, f"{self.pointer}/data")
             return RawTensor(self.dtype, self.shape, raw.data)
@@ -280,11 +282,11 @@ class _Tensor:
 
     def _form(self, plain: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
         """Returns dtype and shape."""
-        for key in plain:
-            if key not in _KEYS:
-                raise self._wrong(
-                    f"has an unknown field: got {key!r:.60}, expected {', '.join(_KEYS)}"
-                )
+        if not plain.keys() <= _KEYS.keys():
+            unknown = next(key for key in plain if key not in _KEYS)
+            raise self._wrong(
+                f"has an unknown field: got {unknown!r:.60}, expected {', '.join(_KEYS)}"
+            )
         datatype, shape = plain.get("datatype"), plain.get("shape")
         if not isinstance(datatype, str) or datatype not in _DTYPES:
             raise self._wrong(
@@ -292,15 +294,9 @@ class _Tensor:
                 f"expected {', '.join(_DTYPES)}"
             )
         dtype = _DTYPES[datatype]
-        if (
-            not isinstance(shape, list)
-            or len(shape) > MAX_AXES
-            or not all(type(size) is int and size >= 0 for size in shape)
-            or nbytes(dtype, [size or 1 for size in shape]) >= 1 << 63
-        ):
+        if not is_shape(shape, dtype):
             raise self._wrong(
-                f"has an invalid shape: got {format_value(shape)}, expected at most {MAX_AXES} "
-                "integers, 0 or more, for less than 2**63 bytes"
+                f"has an invalid shape: got {format_value(shape)}, expected {VALID_SHAPE}"
             )
         return dtype, tuple(shape)
 
@@ -331,14 +327,14 @@ class _Tensor:
 
 
 def _tensors(document: Document, node: Any, group: str) -> Sequence[_Tensor]:
-    if not isinstance(node, LIST):
+    if not isinstance(node, Array):
         raise InvalidContent(
             f"{group} must be a list of tensors: got {format_node(node)}", pointer=f"/{group}"
         )
     if len(node) > _MAX_TENSORS:
         raise InvalidContent(f"{group} has more than {_MAX_TENSORS} tensors", pointer=f"/{group}")
-    entries = enumerate(document.elements(node))
-    return [_Tensor(document, entry, f"/{group}/{i}") for i, entry in entries]
+    document.lists += 1
+    return [_Tensor(document, entry, group, i) for i, entry in enumerate(node)]
 
 
 def _read_name(plain: dict[str, Any], pointer: str) -> str:

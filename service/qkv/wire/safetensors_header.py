@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, TypeGuard
 
 from qkv.errors import InvalidContent, MalformedRequest
-from qkv.wire.plain_json import MAX_NAME_LENGTH, load_names, load_object
+from qkv.wire.plain_json import load_names
 
 __all__ = ["LENGTH_BYTES", "Entry", "Header", "header_length", "read_header"]
 
@@ -34,6 +34,7 @@ _BITS: Final = {
     for code in codes.split()
 }
 _MAX_AXES: Final = 8
+_MAX_NAME_LENGTH: Final = 1024  # characters
 _LARGEST: Final = 1 << 53  # JavaScript has no exact integers beyond
 
 
@@ -114,16 +115,14 @@ def read_header(
 def _parse(text: bytes) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise MalformedRequest("the header must be a JSON object that begins with {")
-    # orjson reads -0, which is no index, as 0
-    header = None if b"-0" in text else load_object(text)
-    if header is None:
-        try:
-            header = load_names(text, parse_int=_index)
-        except ValueError as error:
-            raise MalformedRequest(f"the header is not JSON: {error}") from None
-    if (length := max(map(len, header), default=0)) > MAX_NAME_LENGTH:
+    parse_int = _index if b"-0" in text else None  # Python reads -0, which is no index, as 0
+    try:
+        header: dict[str, Any] = load_names(text, parse_int)
+    except ValueError as error:
+        raise MalformedRequest(f"the header is not JSON: {error}") from None
+    if (length := max(map(len, header), default=0)) > _MAX_NAME_LENGTH:
         raise MalformedRequest(
-            f"a name is too long: got {length} characters, expected at most {MAX_NAME_LENGTH}"
+            f"a name is too long: got {length} characters, expected at most {_MAX_NAME_LENGTH}"
         )
     return header
 

@@ -77,7 +77,7 @@ def test_gates_omit_the_axes_that_the_query_omits(rank: int, channels: tuple[int
         full = {n: x[None, None] for n, x in full.items()}
     if not channels:
         full["log_decay"] = full["log_decay"][..., None]
-    truth = gated.reference(*full.values(), rule="gated_delta")
+    truth = gated.reference(gated.Call(*full.values(), rule="gated_delta"))
     for name in ("output", "weights"):
         expected = getattr(truth, name).numpy()
         np.testing.assert_allclose(found[name], expected.reshape(found[name].shape), atol=1e-13)

@@ -23,15 +23,15 @@ from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
 from qkv.client.request_builders import build_attend
 from qkv.engine.remote.shared_memory import RETAINED_BYTES
+from support import small_requests
+from support.failing_device import WAITING
 from support.known_requests import assert_problem, random_case
 from support.paths import ROOT
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service_processes import (
     child_pids,
     device_process_pid,
-    slow_request_body,
     status_of,
-    wait_until_computing,
 )
 
 WORKERS: Final = 3
@@ -221,38 +221,28 @@ def test_memory_of_a_killed_worker_is_free_again(start: Start) -> None:
     assert service_process.end() == 0
 
 
-def test_jobs_of_disconnected_clients_do_not_run(start: Start) -> None:
-    service_process = start(QKV_MAX_BATCH="2")  # without batches, small jobs are not queued
-    before = statistics(service_process)["inference_count"]
-    slow = slow_request_body(16384, 16)
-    with ThreadPoolExecutor(1) as pool, httpx.Client(timeout=TIMEOUT_S) as client:
-        busy = pool.submit(
-            client.post, service_process.url + PATH, content=slow, headers=SAFETENSORS
-        )
-        wait_until_computing(device_process_pid(service_process))
-        for _ in range(6):
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.post(
-                    service_process.url + PATH, content=body(64), headers=SAFETENSORS, timeout=0.05
-                )
-        late = {"inputs": [], "parameters": {"timeout": 50_000}}
-        for name, array in random_arrays(0, 8).items():
-            late["inputs"].append(  # type: ignore[attr-defined]
-                {
-                    "name": name, "shape": list(array.shape), "datatype": "FP32",
-                    "data": array.ravel().tolist(),
-                }
-            )  # fmt: skip
-        refusal = httpx.post(f"{service_process.url}/v2/models/softmax/infer", json=late)
-        assert refusal.status_code == 503
-        assert "50 ms" in refusal.text
-        assert not busy.done(), "the machine is too fast for this test"
+def test_job_whose_time_is_over_before_the_device_is_free_does_not_run(
+    command: Start, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    # without batches, small jobs are not queued
+    start = starter(command, module="support.faulty_service", GATE=str(gate), QKV_MAX_BATCH="2")
+    url = start().url
+    late: dict[str, Any] = {"inputs": [], "parameters": {"timeout": 50_000}}
+    for name, array in random_arrays(0, 8).items():
+        tensor = {"name": name, "shape": list(array.shape), "datatype": "FP32"}
+        late["inputs"].append(tensor | {"data": array.ravel().tolist()})
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(small_requests.post, url, small_requests.body(WAITING))
+        wait_until(gate.exists)
+        refusal = httpx.post(f"{url}/v2/models/softmax/infer", json=late, timeout=TIMEOUT_S)
+        gate.unlink()
         assert busy.result(TIMEOUT_S).status_code == 200
-    assert (
-        httpx.post(service_process.url + PATH, content=body(64), headers=SAFETENSORS).status_code
-        == 200
-    )
-    assert statistics(service_process)["inference_count"] - before == 2
+    assert refusal.status_code == 503
+    assert "50 ms" in refusal.text
+    assert small_requests.post(url, small_requests.body()).status_code == 200
+    (found,) = httpx.get(f"{url}/v2/models/softmax/stats").json()["model_stats"]
+    assert found["inference_count"] == 2
 
 
 def test_full_shared_memory_gets_503_until_blocks_are_released(start_any: Start) -> None:

@@ -73,7 +73,12 @@ def compare(request: CompareRequest) -> Generator[Job, TimedOutputs, CompareRepo
 
 def summarize_times(times_ms: Sequence[float]) -> VariantTiming:
     """Returns the statistics of the compute times of several runs."""
-    return VariantTiming(median(times_ms), min(times_ms), max(times_ms), len(times_ms))
+    return VariantTiming(
+        median_ms=median(times_ms),
+        least_ms=min(times_ms),
+        most_ms=max(times_ms),
+        repeats=len(times_ms),
+    )
 
 
 def _report(
@@ -99,7 +104,7 @@ def _report(
 def _baseline_comparison(request: CompareRequest, report: VariantReport) -> BaselineComparison:
     plan = request.baseline.plan
     heads = tuple(
-        BaselineHead(error, baseline_weights(stats) if request.rows else None)
+        BaselineHead(output=error, weights=baseline_weights(stats) if request.rows else None)
         for error, stats in report.heads
     )
     return BaselineComparison(
@@ -121,7 +126,7 @@ def _compared_variant(
 ) -> ComparedVariant:
     plan = entry.plan
     heads = tuple(
-        ComparedHead(error, compared_weights(stats) if request.rows else None)
+        ComparedHead(output=error, weights=compared_weights(stats) if request.rows else None)
         for error, stats in report.heads
     )
     return ComparedVariant(

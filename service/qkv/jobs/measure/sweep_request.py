@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 import pydantic
@@ -19,6 +19,7 @@ from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
 from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire.message import Message
+from qkv.wire.tensor_types import FloatingDtype
 
 __all__ = ["Crossover", "SweepFields", "SweepRequest", "Times", "crossovers", "has_length"]
 
@@ -70,7 +71,7 @@ class SweepFields(pydantic.BaseModel):
         INTEGER,
     ] = 64
     dtype: Annotated[
-        Literal["float64", "float32", "float16", "bfloat16"],
+        FloatingDtype,
         pydantic.Field(description="The dtype of all inputs."),
     ] = "float32"
     repeats: Annotated[
@@ -87,7 +88,7 @@ class SweepRequest:
     """A validated request to time variants over lengths.
 
     Args:
-        fields: the fields of `SweepFields`.
+        fields: of the request; those of JSON are validated.
         limits: the limits of each run.
 
     Attributes:
@@ -100,7 +101,7 @@ class SweepRequest:
         InvalidContent: a field is invalid, or a variant has no length axis.
     """
 
-    def __init__(self, fields: Mapping[str, Any], limits: Limits) -> None:
+    def __init__(self, fields: Mapping[str, Any] | SweepFields, limits: Limits) -> None:
         try:
             parsed = SweepFields.model_validate(fields)
         except pydantic.ValidationError as error:
