@@ -22,7 +22,7 @@ from tables import END, Results, write_page
 from qkv.attention.catalogue import variants
 from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, launch
-from qkv.engine.result import Result
+from qkv.jobs.result import Result
 from qkv.tensors import FLOATING, RawTensor
 from support import hidden_waits
 from support.pretended_device import PretendedDevice, faults
