@@ -64,7 +64,7 @@ class _ReadRequest(Request):
     """A request whose body is read: FastAPI gets the model in place of bytes and of JSON."""
 
     def __init__(self, request: Request, model: Any, received: ReceivedMessage) -> None:
-        super().__init__(request.scope, request.receive, request._send)
+        super().__init__(request.scope, request.receive)
         self.model, self.received = model, received
 
     async def body(self) -> Any:

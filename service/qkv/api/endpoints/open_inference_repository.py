@@ -27,10 +27,16 @@ class _Request(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
 
+def _check_flag(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise InvalidContent("ready must be true or false")
+    return value
+
+
 class IndexRequest(_Request):
     """A filter."""
 
-    ready: bool = False
+    ready: Annotated[bool, pydantic.BeforeValidator(_check_flag)] = False
 
 
 class LoadRequestParameters(_Request):
@@ -43,13 +49,17 @@ class UnloadRequestParameters(_Request):
     unload_dependents: bool = False
 
 
-def _refuse_unknown(value: Any, known: type[pydantic.BaseModel]) -> Any:
+def _check_flags(value: Any, known: type[pydantic.BaseModel]) -> Any:
     """Refuses parameters that replace a configuration or files of a model, as Triton's do."""
-    for name in value if isinstance(value, dict) else ():
+    if value is not None and not isinstance(value, dict):
+        raise InvalidContent("parameters must be an object")
+    for name, flag in (value or {}).items():
         if name not in known.model_fields:
             raise InvalidContent(
                 f"parameter {name!r:.60} is not supported: a model's configuration is fixed"
             )
+        if not isinstance(flag, bool):
+            raise InvalidContent(f"parameter {name!r} must be true or false")
     return value
 
 
@@ -59,7 +69,7 @@ class LoadRequest(_Request):
     parameters: Annotated[
         LoadRequestParameters | None,
         pydantic.BeforeValidator(
-            lambda value: _refuse_unknown(value, LoadRequestParameters),
+            lambda value: _check_flags(value, LoadRequestParameters),
             json_schema_input_type=LoadRequestParameters | None,
         ),
     ] = None
@@ -71,7 +81,7 @@ class UnloadRequest(_Request):
     parameters: Annotated[
         UnloadRequestParameters | None,
         pydantic.BeforeValidator(
-            lambda value: _refuse_unknown(value, UnloadRequestParameters),
+            lambda value: _check_flags(value, UnloadRequestParameters),
             json_schema_input_type=UnloadRequestParameters | None,
         ),
     ] = None
