@@ -60,12 +60,13 @@ def open_sweep(server: Server, **fields: Any) -> socket.socket:
 
 @pytest.fixture
 def submitted_jobs(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, int]]:
-    """Returns the list that records every submitted job and its priority."""
+    """Returns the list that records every submitted job of a sweep, and its priority."""
     jobs: list[tuple[Job, int]] = []
     submit = server.engine.submit
 
     def counting(job: Job, *, priority: int = 0, **how: Any) -> Any:
-        jobs.append((job, priority))
+        if job.plan.is_measurement:
+            jobs.append((job, priority))
         return submit(job, priority=priority, **how)
 
     monkeypatch.setattr(server.engine, "submit", counting)
