@@ -134,7 +134,8 @@ def check_outputs(
     tensors: Mapping[str, Tensor], outputs: Mapping[str, RawTensor], variant: str = "softmax"
 ) -> None:
     """Asserts that every output equals the reference, up to the roundings of float32."""
-    reference = find(variant).module.reference(*tensors.values())
+    module = find(variant).module
+    reference = module.reference(module.Call(*tensors.values()))
     *_, S, D = tensors["value"].shape
     for name, tensor in outputs.items():
         expected = getattr(reference, name).numpy()

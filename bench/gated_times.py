@@ -52,7 +52,7 @@ def run_gated(inputs: Mapping[str, Tensor]) -> Tensor:
     """Returns the output of `attend`, without a service."""
     query, key, value, decay, beta = inputs.values()
     output = gated.attend(
-        query, key, value, decay[..., None], beta, rule="gated_delta", outputs=OUTPUT
+        gated.Call(query, key, value, decay[..., None], beta, rule="gated_delta"), OUTPUT
     ).output
     assert output is not None
     return output

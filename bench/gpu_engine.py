@@ -18,10 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qkv.engine.device.accelerator import Accelerator
 from qkv.engine.engine import GPU_MAX_BATCH, Engine
-from qkv.engine.load import Load
-from qkv.engine.result import Result
 from qkv.jobs.job import Job
+from qkv.jobs.load import Load
 from qkv.jobs.plan import Plan
+from qkv.jobs.result import Result
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
@@ -175,7 +175,8 @@ def _is_right(job: Job, result: Result) -> bool:
         torch.from_numpy(job.tensors[name].numpy().astype(np.float64))
         for name in ("query", "key", "value")
     ]
-    expected = job.plan.variant.module.reference(*inputs).output.numpy()
+    module = job.plan.variant.module
+    expected = module.reference(module.Call(*inputs)).output.numpy()
     found = result.outputs["output"].numpy().astype(np.float64)
     *_, S, D = inputs[2].shape
     # the sums are in float32; weights and outputs are rounded to the dtype

@@ -40,8 +40,9 @@ def test_reference_of_softmax_is_the_formula(lead: tuple[int, ...]) -> None:
 def test_reference_of_torch_tensors_is_a_torch_tensor(dtype: torch.dtype) -> None:
     arrays = {n: torch.from_numpy(x).to(dtype) for n, x in inputs(np.float64, 1, 2).items()}
     run = qkv.reference("linear", **arrays, key_lengths=torch.tensor([3]))
-    wide = {n: x.double() for n, x in arrays.items()}
-    truth = catalogue.find("linear").module.reference(*wide.values(), torch.tensor([3]))
+    linear = catalogue.find("linear")
+    wide = {linear.inputs[n].argument: x.double() for n, x in arrays.items()}
+    truth = linear.reference(**wide, key_lengths_B=torch.tensor([3]))
     assert torch.equal(run.output, truth.output)
     assert torch.equal(run.weights, truth.weights)
 
@@ -70,7 +71,7 @@ def test_projections_of_linformer_are_those_of_the_dtype_of_the_inputs() -> None
     narrow = {n: x.float() for n, x in arguments.items()}
     drawn = served.random_inputs({**narrow, "seed": 3, "rank": 2})
     projections = {n: x.double() for n, x in drawn.items() if n.endswith("_RN")}
-    truth = served.module.reference(**arguments, **projections, seed=3, rank=2)
+    truth = served.reference(**arguments, **projections, seed=3, rank=2)
     np.testing.assert_array_equal(run.output, truth.output.numpy())
 
 

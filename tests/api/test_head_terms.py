@@ -41,7 +41,9 @@ def truth(inputs: dict[str, Any], rank: int) -> softmax.Softmax:
         torch.from_numpy(inputs[n].astype(np.float64)) for n in ("alibi_slopes", "sinks")
     )
     return softmax.reference(
-        query, key, value, alibi_slopes_H=slopes, sinks_H=sinks, causal=True, query_offset="end"
+        softmax.Call(
+            query, key, value, alibi_slopes_H=slopes, sinks_H=sinks, causal=True, query_offset="end"
+        )
     )
 
 

@@ -170,7 +170,7 @@ def test_every_variant_with_a_layer(client: Client, variant: Variant, separate: 
     }
     layer = {"layout": "v1", "heads": 4, "tensors": weights}
     found = client.attend(variant.name, layer=layer, **embeddings)
-    truth = variant.module.reference(**projected(variant, embeddings, weights))
+    truth = variant.reference(**projected(variant, embeddings, weights))
     merged = truth.output.transpose(1, 2).flatten(2)
     torch.testing.assert_close(found.output, merged, rtol=0, atol=1000 * EPS["float64"])
     torch.testing.assert_close(found.weights, truth.weights, rtol=0, atol=1000 * EPS["float64"])

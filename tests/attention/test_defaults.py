@@ -56,6 +56,18 @@ PER_HEAD: Final = (
     "    slopes = torch.arange(1, scores.shape[1] + 1, dtype=scores.dtype)\n"
     "    scores = scores * slopes.view(1, -1, 1, 1)\n" + RETURN
 )
+CALL: Final = f"""\
+from dataclasses import KW_ONLY, dataclass
+
+@dataclass(frozen=True)
+class Call:
+    {QKV.replace(", k", chr(10) + "    k").replace(", v", chr(10) + "    v")}
+    _: KW_ONLY
+    causal: bool = False
+
+def attend(call: Call, outputs: frozenset[str]) -> {OUT}:
+    query, key, value, causal = call.query, call.key, call.value, call.causal
+""" + CAUSAL.partition("\n")[2]
 OUTPUT: Final = frozenset({"output"})
 SHARED_WIDTH: Final = PLAIN.replace("B G S E", "B G S D").replace("B H L E", "B H L D")
 
@@ -130,7 +142,22 @@ def test_kind_of_weights_may_depend_on_parameters_and_inputs(
     assert [variant.weights_are(defaults), variant.weights_are(defaults, {"value"})] == kinds
 
 
-@pytest.mark.parametrize("text", [PLAIN, CAUSAL, PER_HEAD, SHARED_WIDTH])
+def test_fields_of_a_call_are_the_arguments_of_attend(load: Load) -> None:
+    one, other = load(CAUSAL), load(CALL)
+    assert other.inputs == one.inputs
+    assert other.outputs == one.outputs
+    assert other.parameters.model_fields.keys() == one.parameters.model_fields.keys()
+    inputs = tensors()
+    for causal in (False, True):
+        found, expected = (
+            v.attend(**inputs, causal=causal, outputs=frozenset({"output", "weights"}))
+            for v in (other, one)
+        )
+        assert torch.equal(found.output, expected.output)
+        assert torch.equal(found.weights, expected.weights)
+
+
+@pytest.mark.parametrize("text", [PLAIN, CAUSAL, PER_HEAD, SHARED_WIDTH, CALL])
 def test_variant_with_default_parts_passes_every_check(load: Load, text: str) -> None:
     failed = [result for result in check(load(text)) if result.status == "FAIL"]
     assert failed == []

@@ -129,7 +129,8 @@ from qkv.attention import catalogue
 module, L = catalogue.find(sys.argv[1]).module, int(sys.argv[2])
 query, key, value, grad = (torch.randn(1, 8, n, 64) for n in (L, 65536, 65536, L))
 with torch.inference_mode():
-    result = module.backward(grad, query, key, value, causal=True, query_offset="end")
+    call = module.Call(query, key, value, causal=True, query_offset="end")
+    result = module.backward(call, grad)
 assert all(gradient.isfinite().all() for gradient in result.values())
 say()
 """
@@ -146,9 +147,11 @@ def test_item_of_a_batch_has_the_gradients_that_it_has_alone() -> None:
     """The order of summation does not depend on the batch."""
     for length in (16, 64, 128, 256):
         grad, *tensors = torch.randn(4, 4, 2, length, 8)
-        together = softmax.backward(grad, *tensors, causal=True)
+        together = softmax.backward(softmax.Call(*tensors, causal=True), grad)
         for b in range(4):
-            alone = softmax.backward(grad[b : b + 1], *(x[b : b + 1] for x in tensors), causal=True)
+            alone = softmax.backward(
+                softmax.Call(*(x[b : b + 1] for x in tensors), causal=True), grad[b : b + 1]
+            )
             for n, gradient in alone.items():
                 assert torch.equal(gradient[0], together[n][b]), (length, b, n)
 

@@ -26,7 +26,7 @@ def test_softmax_reproduces_the_attention_of_each_layer() -> None:
     attend = catalogue.find("softmax").attend
     for each in activations():
         inputs = each.query_BHLD, each.key_BGSD, each.value_BGSE
-        truth = softmax.reference(*inputs)
+        truth = softmax.reference(softmax.Call(*inputs))
         bound = bounds(*inputs, None, {}, truth).output
         assert_within(attend(*inputs, outputs=OUTPUT).output, truth.output, bound)
         assert_within(each.context_BHLE, truth.output, bound)

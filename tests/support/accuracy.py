@@ -130,7 +130,7 @@ def compute_reference(case: Case, tensors: dict[str, Tensor], rows: slice | None
         if case.causal:
             parameters["query_offset"] = rows.start
     with np.errstate(over="ignore", invalid="ignore"):
-        result: Any = case.variant.module.reference(**arguments, **parameters)
+        result: Any = case.variant.reference(**arguments, **parameters)
     return result
 
 

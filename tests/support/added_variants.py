@@ -77,6 +77,19 @@ BROKEN: Final = {
         HEAD + f'WEIGHTS = "odd"\ndef attend({QUERY}) -> {RETURNS}:\n    return query\n',
         "'odd'",
     ),
+    "b_slots": (
+        HEAD
+        + "from dataclasses import dataclass\n@dataclass(frozen=True, slots=True)\nclass Call:\n"
+        + f"    {QUERY}\ndef attend(call: Call, outputs) -> {RETURNS}:\n    return call.query\n",
+        "expected fields alone",
+    ),
+    "b_call": (
+        HEAD
+        + "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Call:\n"
+        + f"    {QUERY}\ndef attend(call: Call, causal=False) -> {RETURNS}:\n"
+        + "    return call.query\n",
+        "attend takes Call and causal: expected Call and outputs",
+    ),
     "b_names": (HEAD + 'def attend(query: "Flot") -> "Float":\n    return query\n', "'Flot'"),
 }
 

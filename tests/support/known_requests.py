@@ -156,7 +156,7 @@ class Case:
         assert outputs.keys() == set(self.outputs)
         lifted = {name: self._lifted(name) for name in self.inputs}
         arguments: dict[str, Any] = {ARGUMENTS[n]: t for n, t in lifted.items()} | self.parameters
-        exact = softmax.reference(**arguments)
+        exact = softmax.reference(softmax.Call(**arguments))
         query, key, value = (lifted[n].double().abs() for n in ("query", "key", "value"))
         scale = self.parameters.get("scale")
         summed = float((query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT).max())

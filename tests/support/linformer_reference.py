@@ -18,7 +18,7 @@ OUTPUT: Final = frozenset({"output"})
 
 def attend_checked(*tensors: Any, **parameters: Any) -> linformer.Linformer:
     """Returns all outputs, with checked dtypes."""
-    found = linformer.attend(*tensors, **parameters, outputs=ALL)
+    found = linformer.attend(linformer.Call(*tensors, **parameters), ALL)
     dtype = tensors[0].dtype
     for tensor, expected in zip(found, (dtype, *2 * [exact_dtype(dtype)]), strict=False):
         assert isinstance(tensor, Tensor)

@@ -220,7 +220,7 @@ def _gated(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str, Te
     if (decay := tensors.get("log_decay_BTSZ")) is not None:
         sizes["log_decay_BTSZ"] = decay
         close += min(104.0, float(decay.double().abs().sum(2).max()))
-    mass = gated.reference(**sizes, **parameters)
+    mass = gated.reference(gated.Call(**sizes, **parameters))
     least = exact.tiny * (1 + float(value.abs().max())) * query.shape[2] * query.shape[3]
     found = {
         n: close * exact.eps * getattr(mass, n).abs() + least

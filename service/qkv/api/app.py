@@ -54,10 +54,10 @@ from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.selection import find_device, new_device
 from qkv.engine.engine import GPU_MAX_BATCH, Engine
 from qkv.engine.job_executor import JobExecutor
-from qkv.engine.load import Load
 from qkv.engine.remote.device_process import DeviceProcess
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.errors import InvalidContent
+from qkv.jobs.load import Load
 from qkv.jobs.loaded.checkpoint_loader import load_checkpoints
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.settings import Settings

@@ -13,8 +13,8 @@ from qkv.api.endpoints.open_inference_models import HEALTH_PATHS
 from qkv.api.endpoints.playground import PATHS
 from qkv.api.request_record import record_of
 from qkv.api_keys import ValidApiKeys
-from qkv.engine.tenant import Tenant
 from qkv.errors import Unauthorized
+from qkv.jobs.tenant import Tenant
 
 __all__ = ["PUBLIC_PATHS", "ApiKeyMiddleware", "ApiKeys"]
 

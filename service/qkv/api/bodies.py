@@ -27,7 +27,7 @@ from qkv.api.request_body import (
     read_message,
     require_json,
 )
-from qkv.engine.admission import Admission
+from qkv.engine.admission import AdmittedBody
 from qkv.jobs.fields import field_error
 from qkv.wire import json, require_acceptable
 from qkv.wire.message import Message
@@ -180,7 +180,7 @@ class _Body:
         if self._format.group is None and not self._format.is_optional:
             require_json(request)
 
-    async def read(self, request: Request, admission: Admission | None) -> ReceivedMessage:
+    async def read(self, request: Request, admission: AdmittedBody | None) -> ReceivedMessage:
         """Reads and decodes the body; errors as those of `read_message`."""
         format = self._format
         if format.group is not None:

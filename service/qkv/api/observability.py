@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qkv.api.endpoints.open_inference_catalogue import LAYER_VARIANT
 from qkv.api.error_responses import error_response
 from qkv.api.request_record import RequestRecord, current, record_of
-from qkv.engine.tenant import Tenant
 from qkv.errors import PROTOCOL_ERROR, QkvError, TooManyRequests
+from qkv.jobs.tenant import Tenant
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.metrics import OTHER, UNKNOWN, MetricsRecorder
 from qkv.telemetry.times import Times

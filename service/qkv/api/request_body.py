@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from qkv.api.compressed_body import decompress, is_compressed
 from qkv.api.request_record import Header, headers_of
-from qkv.engine.admission import Admission
+from qkv.engine.admission import AdmittedBody
 from qkv.errors import ClientDisconnected, PayloadTooLarge, UnsupportedMediaType
 from qkv.wire import Codec, for_accept, for_content_type, json
 from qkv.wire import response as responses
@@ -56,7 +56,7 @@ class ReceivedMessage(NamedTuple):
     received_at: float
     size: int
     response_codec: Codec
-    admission: Admission | None
+    admission: AdmittedBody | None
 
     def release(self) -> None:
         """Stops counting the request."""
@@ -65,7 +65,7 @@ class ReceivedMessage(NamedTuple):
 
 
 async def read_message(
-    request: Request, group: str, limit: int, admission: Admission
+    request: Request, group: str, limit: int, admission: AdmittedBody
 ) -> ReceivedMessage:
     """Reads and decodes a body.
 

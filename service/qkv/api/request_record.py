@@ -13,9 +13,9 @@ from typing import Final
 
 from starlette.types import Scope
 
-from qkv.engine.tenant import ANYONE, Tenant
 from qkv.errors import QkvError
 from qkv.jobs.plan import Plan
+from qkv.jobs.tenant import ANYONE, Tenant
 from qkv.telemetry.times import Times
 
 __all__ = [

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qkv.api.error_responses import unknown_path
 from qkv.api.job_runner import JobRunner
-from qkv.engine.admission import Admission
+from qkv.engine.admission import AdmittedBody
 from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["DirectRoute", "DirectRouting", "RunRoute", "run_route"]
@@ -61,7 +61,7 @@ class RunRoute(APIRoute):
 
 
 def run_route(
-    job_runner: JobRunner, read: Callable[[Request, Admission], Awaitable[Any]]
+    job_runner: JobRunner, read: Callable[[Request, AdmittedBody], Awaitable[Any]]
 ) -> type[RunRoute]:
     """Returns the class of the routes of runs whose bodies `read` reads."""
     return type("RunRoute", (RunRoute,), {"job_runner": job_runner, "read": staticmethod(read)})

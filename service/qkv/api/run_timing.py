@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from qkv.api.request_record import Header
-from qkv.engine.result import Result
 from qkv.jobs.plan import Plan
+from qkv.jobs.result import Result
 from qkv.telemetry.times import Times
 
 __all__ = ["server_timing", "timing_fields"]

@@ -121,6 +121,7 @@ def read_module(module: ModuleType, path: Path) -> Variant:
         returned=None if signature.returns_tensor else frozenset(signature.outputs),
         from_engine=signature.from_engine,
         state=signature.state,
+        call=signature.call,
         steps=steps,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType, UnionType
 from typing import Any, Final, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import pydantic
 from jaxtyping import AbstractArray
 
+from qkv.attention.call import call_of
 from qkv.attention.variant_file import BrokenRule, one_line
 from qkv.tensors import DTYPES, FLOATING
 
@@ -112,6 +113,8 @@ class Signature(NamedTuple):
         from_engine: the arguments that the engine passes: `outputs`, `plane_BH`.
         returns_tensor: `attend` returns the output itself, not a NamedTuple.
         state: what `attend` takes and returns of the tokens before; None: nothing.
+        call: the dataclass whose fields are the arguments of all functions of the file; None: each
+            function has them as arguments.
     """
 
     inputs: Mapping[str, Input]
@@ -120,6 +123,7 @@ class Signature(NamedTuple):
     from_engine: frozenset[str]
     returns_tensor: bool
     state: State | None
+    call: type[Any] | None
 
 
 class _Array(NamedTuple):
@@ -147,13 +151,13 @@ def read_signature(module: ModuleType, name: str) -> Signature:
     attend = getattr(module, "attend", None)
     if not inspect.isfunction(attend):
         raise BrokenRule("it has no function `attend`")
-    try:
-        hints = typing.get_type_hints(attend, include_extras=True)
-    except Exception as error:  # names in annotations that are not imported, and anything else
-        raise BrokenRule(f"attend's annotations cannot be evaluated: {one_line(error)}") from None
+    hints = _hints(attend)
+    call = call_of(attend, hints)
     tensors: list[inspect.Parameter] = []
     options: list[inspect.Parameter] = []
-    for p in inspect.signature(attend).parameters.values():
+    if call is not None:
+        hints = {n: h for n, h in hints.items() if n == "return"} | _hints(call)
+    for p in inspect.signature(attend if call is None else call).parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
             raise BrokenRule(f"attend's argument {p} is not allowed: expected named arguments")
         if p.name not in hints and p.name not in _FROM_ENGINE:
@@ -179,10 +183,20 @@ def read_signature(module: ModuleType, name: str) -> Signature:
         {p.name: (hints[p.name], p.default) for p in options if p.name not in _FROM_ENGINE},
     )
     from_engine = frozenset(p.name for p in options if p.name in _FROM_ENGINE)
+    if call is not None:
+        from_engine |= {"outputs"}
     return Signature(
         {i.name: i for i in inputs}, {o.name: o for o in outputs}, parameters, from_engine,
-        returns_tensor, state,
+        returns_tensor, state, call,
     )  # fmt: skip
+
+
+def _hints(described: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the annotations of `attend`, or of the fields of its `Call`."""
+    try:
+        return typing.get_type_hints(described, include_extras=True)
+    except Exception as error:  # names in annotations that are not imported, and anything else
+        raise BrokenRule(f"attend's annotations cannot be evaluated: {one_line(error)}") from None
 
 
 def _read_input(parameter: inspect.Parameter, hint: Any, wider: Collection[str]) -> Input:

@@ -20,6 +20,7 @@ import pydantic
 from torch import Tensor
 
 from qkv.attention import defaults, variant_file
+from qkv.attention.call import attend_by_fields, new_call
 from qkv.attention.identity_weights import IdentityWeights
 from qkv.attention.json_integers import takes_integers, to_integer
 from qkv.attention.signature import STATE, TAIL, VERSION, Input, Output, State
@@ -41,6 +42,7 @@ class Variant:
         returned: the outputs that `attend` returns; None: it returns the output itself.
         from_engine: the arguments of `attend` that the engine passes.
         state: what `attend` takes and returns of the tokens before; None: nothing.
+        call: the dataclass of the arguments of the file's functions; None: they take arguments.
         steps: the tensors between inputs and output, `steps.<name>`, in order; empty: none.
     """
 
@@ -52,6 +54,7 @@ class Variant:
     returned: frozenset[str] | None
     from_engine: frozenset[str]
     state: State | None = None
+    call: type[Any] | None = None
     steps: Mapping[str, Step] = field(default_factory=dict)
 
     @cached_property
@@ -103,7 +106,7 @@ class Variant:
 
     def for_weights(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments of `attend` without a state that the weights do not depend on."""
-        if self.state is None or self.state.argument in _argument_names(self.module.weights):
+        if self.state is None or getattr(self.module, "STATE_CHANGES_WEIGHTS", True):
             return dict(arguments)
         return {n: x for n, x in arguments.items() if n != self.state.argument}
 
@@ -119,6 +122,8 @@ class Variant:
     def attend(self) -> Callable[..., Any]:
         """The function that computes the outputs; takes the set `outputs` beside its arguments."""
         attend: Callable[..., Any] = self.module.attend
+        if self.call is not None:
+            attend = attend_by_fields(attend, self.call)
         if "outputs" in self.from_engine and self.returned == frozenset(self.outputs):
             return attend
         return defaults.CompleteAttend(
@@ -131,7 +136,7 @@ class Variant:
             self.row_block_function,
         )
 
-    @property
+    @cached_property
     def takes_plane(self) -> bool:
         """True if `attend` takes `plane_BH`."""
         return "plane_BH" in self.from_engine
@@ -161,9 +166,7 @@ class Variant:
                 `weights` does not take are ignored.
         """
         if self.has_row_blocks:
-            function: Callable[[slice], Tensor] = self.module.weights(
-                **_accepted(self.module.weights, arguments)
-            )
+            function: Callable[[slice], Tensor] = self._run(self.module.weights, arguments)
             return function
         if self.returned is not None and "weights" in self.returned:
             whole = self.attend(**arguments, outputs=frozenset({"weights"})).weights
@@ -196,7 +199,8 @@ class Variant:
         None if no input is floating.
         """
         if self.has_closed_form_gradients:
-            return typing.cast("Callable[..., dict[str, Tensor]]", self.module.backward)
+            backward = self.module.backward if self.call is None else self._closed_form_gradients
+            return typing.cast("Callable[..., dict[str, Tensor]]", backward)
         if not any("float32" in i.dtypes for i in self.inputs.values()):
             return None
         return partial(defaults.backward_by_autograd, self._compute_output, self.inputs)
@@ -208,7 +212,10 @@ class Variant:
             **arguments: as `attend` takes them, in any dtype, on the CPU.
         """
         if hasattr(self.module, "reference"):
-            return self.module.reference(**arguments)
+            reference = self.module.reference
+            if self.call is not None:
+                return reference(new_call(self.call, arguments))
+            return reference(**arguments)
         wide = {
             n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
             for n, v in arguments.items()
@@ -222,8 +229,23 @@ class Variant:
             **arguments: as `attend` takes them, floating tensors in float64, without a state; with
                 `plane_BH` if the variant takes it.
         """
-        steps = self.module.steps(**_accepted(self.module.steps, arguments))
+        steps = self._run(self.module.steps, arguments)
         return {STEPS + name: tensor for name, tensor in steps.items()}
+
+    def _run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Calls a function of the file with those of the arguments that it takes."""
+        if self.call is not None:
+            return function(new_call(self.call, arguments))
+        return function(**_accepted(function, arguments))
+
+    def _closed_form_gradients(
+        self, grad_output: Tensor, grad_state: Any = None, **arguments: Any
+    ) -> dict[str, Tensor]:
+        """Calls the `backward` of a file with a `Call`."""
+        assert self.call is not None
+        call, backward = new_call(self.call, arguments), self.module.backward
+        with_state = () if self.state is None else (grad_state,)
+        return typing.cast("dict[str, Tensor]", backward(call, grad_output, *with_state))
 
     def _compute_output(self, **arguments: Any) -> Tensor:
         output: Tensor = self.attend(**arguments, outputs=_OUTPUT).output

@@ -25,7 +25,7 @@ from qkv.errors import (
     PayloadTooLarge,
     format_value,
 )
-from qkv.tensors import DTYPES, RawTensor, nbytes
+from qkv.tensors import DTYPES, RawTensor, are_booleans, nbytes
 from qkv.wire import json_arrays
 from qkv.wire.casting import cast_untyped
 from qkv.wire.json_arrays import VALID_SHAPE, NestedLists, format_node, is_shape
@@ -146,11 +146,8 @@ def decode(body: bytes | memoryview, group: str, length: int | None = None) -> M
     for tensor in unread:
         if tensor.name in tensors:
             raise InvalidContent(f"{tensor.name!r:.60} is repeated", pointer=tensor.pointer)
-        if tensor.nested_lists is None:
-            tensors[tensor.name] = tensor.view(data[end:])
-            end += tensor.size
-        else:
-            tensors[tensor.name] = tensor.read(tensor.nested_lists)
+        tensors[tensor.name] = tensor.read(data[end:])
+        end += tensor.size
     if end != len(data):
         raise MalformedRequest(f"{len(data) - end} bytes after the JSON belong to no tensor")
     return Message(fields, tensors)
@@ -227,8 +224,7 @@ class _Tensor:
 
     Attributes:
         label: its name, shortened for error messages.
-        nested_lists: its numbers; None if its bytes follow the JSON.
-        size: the number of its bytes after the JSON.
+        size: the number of its bytes after the JSON; 0 if its numbers are in the JSON.
     """
 
     def __init__(self, document: Document, node: Any, group: str, index: int) -> None:
@@ -245,12 +241,15 @@ class _Tensor:
         self.label = f"{self.name:.60}"
         self.dtype, self.shape = self._form(plain)
         self.size = self._binary_size(plain.get("parameters"), data is not None)
-        self.nested_lists = None
+        self._numbers = None
         if data is not None:
-            self.nested_lists = NestedLists(document, data, self.label, group, index, "data")
+            self._numbers = NestedLists(document, data, self.label, group, index, "data")
 
-    def view(self, data: memoryview) -> RawTensor:
-        """Returns the tensor, a view of the first bytes of `data`."""
+    def read(self, data: memoryview) -> RawTensor:
+        """Returns the tensor: its numbers, or a view of the first bytes of `data`."""
+        return self._view(data) if self._numbers is None else self._read(self._numbers)
+
+    def _view(self, data: memoryview) -> RawTensor:
         if len(data) < self.size:
             raise MalformedRequest(
                 f"{self.label} has too few bytes after the JSON: got {len(data)}, expected "
@@ -258,12 +257,12 @@ class _Tensor:
                 pointer=self.pointer,
             )
         part = data[: self.size]
-        if self.dtype == "bool" and self.size and np.frombuffer(part, np.uint8).max() > 1:
+        if self.dtype == "bool" and not are_booleans(part):
             raise self._wrong("is BOOL and has bytes other than 0 and 1")
         return RawTensor(self.dtype, self.shape, part)
 
-    def read(self, numbers: NestedLists) -> RawTensor:
-        """Returns the tensor of these numbers, which are nested as in its shape, or flat."""
+    def _read(self, numbers: NestedLists) -> RawTensor:
+        """Returns the tensor of numbers that are nested as in its shape, or flat."""
         count = nbytes(self.dtype, self.shape) // DTYPES[self.dtype].itemsize
         # lists have no sizes within an empty axis
         nested = self.shape[: self.shape.index(0) + 1] if 0 in self.shape else self.shape

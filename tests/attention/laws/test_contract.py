@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from qkv.attention.contract import CHECKS
 from qkv.attention.contract_results import check
 from qkv.attention.sample_inputs import sample
 from qkv.attention.variant import Variant
-from support.checked_softmax import OUTPUT, checked
+from support.checked_softmax import OUTPUT, checked, checked_call
 from support.dtypes import DTYPES, exact_dtype
 from support.each import each
 from support.paths import ROOT
@@ -23,8 +24,10 @@ from support.paths import ROOT
 every_variant = pytest.mark.parametrize("variant", variants().values(), ids=lambda v: v.name)
 
 
-def call_checked(variant: Variant, tensors: dict[str, Tensor], outputs: frozenset[str]) -> object:
+def call_checked(variant: Variant, tensors: dict[str, Tensor], outputs: frozenset[str]) -> Any:
     """Calls the file's own `attend` with its annotations checked; returns its result."""
+    if variant.call is not None:
+        return variant.module.attend(checked_call(variant.call)(**tensors), outputs)
     selected = {"outputs": outputs} if "outputs" in variant.from_engine else {}
     return checked(variant.module.attend)(**tensors, **selected)
 
@@ -78,6 +81,8 @@ def test_outputs_fit_their_annotations(variant: Variant, dtype: torch.dtype) -> 
     promised = {"output": hints["return"]}
     if variant.returned is not None:
         promised = typing.get_type_hints(hints["return"])
+    if variant.call is not None:
+        hints = typing.get_type_hints(variant.call)
     with jaxtyped("context"):
         for name, tensor in tensors.items():
             assert isinstance(tensor, hints[name]), name

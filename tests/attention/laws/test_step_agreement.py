@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qkv.attention.common import score_steps
 from qkv.attention.step import STEPS
 from qkv.attention.variant import Variant
 from support.examples import examples
@@ -50,6 +55,44 @@ def test_steps_agree_with_output_and_weights(variant: Variant, data: st.DataObje
             output = getattr(result, name)
             # the bound has one rounding to the dtype: that of the output
             assert is_near(output, found[STEPS + name], bounds[name]), name
+
+
+def reached(module: ModuleType, *functions: str) -> tuple[set[str], set[str]]:
+    """Returns the functions of a file that these call, and the modules of qkv that they import."""
+    tree = ast.parse(inspect.getsource(module))
+    defined = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    del defined["Call"]  # the request, which all of them take
+    sources = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qkv.attention.")
+        for alias in node.names
+    }
+    called, waiting, modules = set(functions), [*functions], set()
+    while waiting:
+        names = names_in(defined[waiting.pop()])
+        modules |= {sources[name] for name in names & sources.keys()}
+        waiting += (names & defined.keys()) - called
+        called |= names & defined.keys()
+    found = {s if s in sys.modules else s.rpartition(".")[0] for s in modules}
+    return called, found
+
+
+def names_in(part: ast.AST) -> set[str]:
+    """Returns the names that a function or a class reads and does not assign."""
+    names = [n for n in ast.walk(part) if isinstance(n, ast.Name)]
+    return {n.id for n in names} - {n.id for n in names if isinstance(n.ctx, ast.Store)}
+
+
+@pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if v.call is not None])
+def test_steps_share_no_code_with_attend(name: str) -> None:
+    module = VARIANTS[name].module
+    functions, modules = reached(module, "steps")
+    others, other_modules = reached(module, "attend", "weights", "backward")
+    assert not functions & others
+    assert not modules & other_modules
+    assert modules <= {"qkv.attention.common.score_steps"}
+    assert "qkv.attention.common" not in inspect.getsource(score_steps)
 
 
 def wide(variant: Variant, call: dict[str, Any]) -> dict[str, Any]:

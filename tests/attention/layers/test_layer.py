@@ -68,7 +68,7 @@ class Layered:
             projected[role] = split(x @ w + b, count)
             sums[role] = split(np.abs(x) @ np.abs(w) + np.abs(b), count)
         query, key, value = (torch.from_numpy(projected[role]) for role in ROLES)
-        exact = softmax.reference(query, key, value, causal=self.causal)
+        exact = softmax.reference(softmax.Call(query, key, value, causal=self.causal))
         widest = max(len(w) for w in self.weights.values())
         D, S = query.shape[-1], key.shape[-2]
         grouped = sums["key"].repeat(query.shape[1] // key.shape[1], axis=1)

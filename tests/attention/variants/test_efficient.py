@@ -41,8 +41,8 @@ def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
 
     The output must have the same bits when it is requested alone.
     """
-    found = efficient.attend(*tensors, **parameters, outputs=BOTH)
-    alone = efficient.attend(*tensors, **parameters, outputs=OUTPUT)
+    found = efficient.attend(efficient.Call(*tensors, **parameters), BOTH)
+    alone = efficient.attend(efficient.Call(*tensors, **parameters), OUTPUT)
     assert found.output is not None
     assert found.weights is not None
     assert alone.output is not None
@@ -145,7 +145,7 @@ def test_extreme_queries_and_keys(dtype: torch.dtype, causal: bool, least: bool)
     value = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=dtype)
     query, value = (signs * big)[None, None], value[None, None]
     output, weights = attended(query, query, value, causal=causal)
-    truth = efficient.reference(query, query, value, causal=causal)
+    truth = efficient.reference(efficient.Call(query, query, value, causal=causal))
     close = 32 * torch.finfo(exact(dtype)).eps
     assert truth.weights is not None
     torch.testing.assert_close(weights, truth.weights, rtol=close, atol=0)
@@ -244,9 +244,8 @@ MEASURED: Final = """
 from qkv.attention.variants import efficient
 x = torch.randn(1, 8, 65536, 64)
 key = x + float(sys.argv[2]) * torch.arange(65536)[:, None]
-found = efficient.attend(
-    x, key, x, causal=sys.argv[1] == "True", outputs=frozenset({"output"})
-)
+call = efficient.Call(x, key, x, causal=sys.argv[1] == "True")
+found = efficient.attend(call, frozenset({"output"}))
 assert found.output.isfinite().all()
 say()
 """

@@ -30,14 +30,14 @@ EPS_64: Final = torch.finfo(torch.float64).eps
 
 def attend(*tensors: Any, **parameters: Any) -> Tensor:
     """Returns the output."""
-    output = gated.attend(*tensors, **parameters, outputs=OUTPUT).output
+    output = gated.attend(gated.Call(*tensors, **parameters), OUTPUT).output
     assert output is not None
     return output
 
 
 def reference(*tensors: Any, **parameters: Any) -> Tensor:
     """Returns the output of the reference."""
-    output = gated.reference(*tensors, **parameters).output
+    output = gated.reference(gated.Call(*tensors, **parameters)).output
     assert output is not None
     return output
 
@@ -168,7 +168,7 @@ def test_output_is_weights_at_value_and_state_weights_at_state(
     )  # fmt: skip
     state = still[:, :, cut:]
     rest: Any = (x if x is None else x[:, :, cut:] for x in (query, key, value, decay, beta))
-    found = gated.attend(*rest, rule=rule, outputs=EVERY, chunk=16)
+    found = gated.attend(gated.Call(*rest, rule=rule, chunk=16), EVERY)
     assert found.weights is not None
     assert found.state_weights is not None
     H = max(J, T)
@@ -213,12 +213,12 @@ def test_float64_is_within_its_bound_after_resets(
     }
     if rule == "gated_delta":
         tensors["beta_BTS"] = torch.sigmoid(normal(4, 1, 2, S))
-    truth = gated.reference(**tensors, rule=rule)
+    truth = gated.reference(gated.Call(**tensors, rule=rule))
     bounds = bounds_of("gated", tensors, {"rule": rule}, truth)
-    found = gated.attend(**tensors, rule=rule, outputs=EVERY)
+    found = gated.attend(gated.Call(**tensors, rule=rule), EVERY)
     for name in EVERY:
         assert is_near(getattr(found, name), getattr(truth, name), bounds[name]), name
-    continued = gated.attend(**tensors, rule=rule, outputs=state).output
+    continued = gated.attend(gated.Call(**tensors, rule=rule), state).output
     assert continued is not None
     assert truth.output is not None
     assert is_near(continued, truth.output, bounds["output"])
@@ -244,7 +244,9 @@ def test_gradient_of_a_long_decay_is_finite(rule: Any, channels: int) -> None:
     decay = torch.full((1, 1, 70, channels), -50.0, dtype=torch.float64)
     query, value = normal(0, 1, 1, 70, 4), normal(2, 1, 1, 70, 3)
     beta = torch.ones(1, 1, 70, dtype=torch.float64) if rule == "gated_delta" else None
-    found = gated.backward(normal(5, 1, 1, 70, 3), query, query, value, decay, beta, rule=rule)
+    found = gated.backward(
+        gated.Call(query, query, value, decay, beta, rule=rule), normal(5, 1, 1, 70, 3)
+    )
     assert all(x.isfinite().all() for x in found.values())
     assert found["log_decay"].any()
 
@@ -278,13 +280,13 @@ def test_note_names_the_items_that_may_grow(dtype: torch.dtype, normalize: bool,
     tensors = normal(0, 4, 2, 9, 16), key, normal(2, 4, 2, 9, 3), decay, beta
     narrow: list[Any] = [x if x is None else x.to(dtype) for x in tensors]
     narrow.append(torch.tensor([9, 9, 7, 9]))
-    found = gated.attend(*narrow, rule=rule, normalize_qk=normalize, outputs=OUTPUT)
+    found = gated.attend(gated.Call(*narrow, rule=rule, normalize_qk=normalize), OUTPUT)
     assert found.notes[gated.UNSTABLE].tolist() == [False, not normalize, False, True]
 
 
 def test_rule_that_erases_nothing_has_no_note() -> None:
     x = 100 * normal(0, 1, 1, 5, 3)
-    assert not gated.attend(x, x, x, -x[..., :1].abs(), rule="gated", outputs=OUTPUT).notes
+    assert not gated.attend(gated.Call(x, x, x, -x[..., :1].abs(), rule="gated"), OUTPUT).notes
 
 
 def test_numbers_beyond_float32_are_computed_in_float64() -> None:
@@ -305,9 +307,8 @@ from qkv.attention.variants import gated
 query, gate = torch.randn(1, 2, 16384, 64), torch.rand(1, 2, 16384)
 decay = -gate[..., None].expand(1, 2, 16384, CHANNELS)
 start()
-found = gated.attend(
-    query, query / 9, query, decay, gate, rule="gated_delta", outputs=frozenset({OUTPUTS})
-)
+call = gated.Call(query, query / 9, query, decay, gate, rule="gated_delta")
+found = gated.attend(call, frozenset({OUTPUTS}))
 say()
 """
 

@@ -40,7 +40,7 @@ def test_equal_features_of_any_size_cancel(dtype: torch.dtype, causal: bool, siz
     """elu(x) + 1 is exactly 0 below -30 in float32; equal keys must still give the plain mean."""
     same = torch.full((1, 1, 5, 4), size, dtype=dtype)
     value = torch.arange(10.0, dtype=dtype).view(1, 1, 5, 2)
-    found = linear.attend(same, same, value, causal=causal, outputs=BOTH)
+    found = linear.attend(linear.Call(same, same, value, causal=causal), BOTH)
     truth = value.double().cumsum(2) / torch.arange(1.0, 6).view(5, 1)
     truth = truth if causal else truth[:, :, -1:].expand_as(truth)
     assert found.output is not None
@@ -55,7 +55,7 @@ def test_large_late_key_does_not_change_early_rows(dtype: torch.dtype) -> None:
     key[:, :, 4:] = 50.0
     query = torch.full_like(key, -2.0)
     value = torch.arange(12.0, dtype=dtype).view(1, 1, 6, 2)
-    found = linear.attend(query, key, value, causal=True, outputs=BOTH)
+    found = linear.attend(linear.Call(query, key, value, causal=True), BOTH)
     assert found.output is not None
     assert found.weights is not None
     close = 8 * torch.finfo(dtype).eps
@@ -70,7 +70,7 @@ def test_queries_and_keys_without_a_common_large_feature(dtype: torch.dtype) -> 
     query = torch.tensor([[[[0.0, -2000.0]]]], dtype=dtype)
     key = torch.tensor([[[[-2000.0, 0.0], [-2000.0, -1.0]]]], dtype=dtype)
     value = torch.tensor([[[[1.0], [3.0]]]], dtype=dtype)
-    found = linear.attend(query, key, value, outputs=BOTH)
+    found = linear.attend(linear.Call(query, key, value), BOTH)
     # e^-2000 + e^-2000 against e^-2000 + e^-2001
     a = 2 / (3 + torch.tensor(-1.0, dtype=torch.float64).exp())
     assert found.output is not None
@@ -84,7 +84,7 @@ def test_extreme_values(dtype: torch.dtype) -> None:
     value = torch.full((1, 1, 50, 2), most, dtype=dtype)
     query = torch.randn(1, 1, 50, 4).to(dtype)
     for causal in (False, True):
-        found = linear.attend(query, query, value, causal=causal, outputs=OUTPUT)
+        found = linear.attend(linear.Call(query, query, value, causal=causal), OUTPUT)
         assert found.output is not None
         assert ((found.output / most - 1).abs() <= 128 * torch.finfo(dtype).eps).all()
 
@@ -94,7 +94,7 @@ def test_rows_that_see_only_small_values(dtype: torch.dtype, small: float) -> No
     value = torch.full((1, 1, 4, 1), small, dtype=dtype)
     value[:, :, 3] = torch.finfo(dtype).max
     query = torch.randn(1, 1, 4, 3, dtype=dtype)
-    found = linear.attend(query, query, value, causal=True, outputs=OUTPUT)
+    found = linear.attend(linear.Call(query, query, value, causal=True), OUTPUT)
     assert found.output is not None
     close = 32 * torch.finfo(dtype).eps
     torch.testing.assert_close(found.output[:, :, :3], value[:, :, :3], rtol=close, atol=0)
@@ -111,9 +111,9 @@ def test_small_values_with_small_features_keep_their_precision(
     value = torch.ldexp(torch.randn(1, 2, 40, 8), torch.tensor(exponent))
     value[..., 0] = 0
     value[..., 1] = 1
-    found = linear.attend(query, key, value, causal=causal, outputs=OUTPUT)
-    truth = linear.reference(query, key, value, causal=causal).output
-    size = linear.reference(query, key, value.abs(), causal=causal).output
+    found = linear.attend(linear.Call(query, key, value, causal=causal), OUTPUT)
+    truth = linear.reference(linear.Call(query, key, value, causal=causal)).output
+    size = linear.reference(linear.Call(query, key, value.abs(), causal=causal)).output
     assert found.output is not None
     assert truth is not None
     assert size is not None
@@ -124,7 +124,7 @@ def test_small_values_with_small_features_keep_their_precision(
 def test_one_key_returns_the_value(dtype: torch.dtype) -> None:
     """The bound is that of a sum of D features and of a sum of D features times the value."""
     query, key, value = (torch.randn(2, 2, n, 4).to(dtype) for n in (3, 1, 1))
-    found = linear.attend(query, key, value, outputs=OUTPUT)
+    found = linear.attend(linear.Call(query, key, value), OUTPUT)
     assert found.output is not None
     close = (4 + 1) * torch.finfo(dtype).eps
     torch.testing.assert_close(found.output, value.expand(2, 2, 3, 4), rtol=close, atol=0)
@@ -133,7 +133,8 @@ def test_one_key_returns_the_value(dtype: torch.dtype) -> None:
 MEASURED: Final = """
 from qkv.attention.variants import linear
 x = torch.randn(1, 8, 65536, 64)
-found = linear.attend(x, x, x, causal=sys.argv[1] == "True", outputs=frozenset({"output"}))
+call = linear.Call(x, x, x, causal=sys.argv[1] == "True")
+found = linear.attend(call, frozenset({"output"}))
 assert found.output.isfinite().all()
 say()
 """

@@ -95,7 +95,7 @@ def test_finite_numbers_agree_with_exact_arithmetic(case: tuple[Tensor, Tensor])
     x, weight = case
     dtype, exact = x.dtype, score_dtype(x.dtype)
     (B, I), O = x.shape, len(weight)  # noqa: E741
-    found = linear_layer.attend(x, weight, outputs=ALL)
+    found = linear_layer.attend(linear_layer.Call(x, weight), ALL)
     eps, tiny = Fraction(torch.finfo(exact).eps), Fraction(smallest(exact))
     narrow, least = Fraction(torch.finfo(dtype).eps), Fraction(smallest(dtype))
     for b in range(B):
@@ -127,7 +127,7 @@ def test_finite_numbers_agree_with_exact_arithmetic(case: tuple[Tensor, Tensor])
 @every_dtype
 def test_torch_attention_of_query_key_and_value_is_the_layer(dtype: torch.dtype) -> None:
     x, weight = layer(5, 24, 7, dtype)
-    found = linear_layer.attend(x, weight, outputs=ALL)
+    found = linear_layer.attend(linear_layer.Call(x, weight), ALL)
     query, key, value = (tensor(t) for t in (found.query, found.key, found.value))
     output = F.scaled_dot_product_attention(query[:, None], key, value, scale=1.0)[:, 0]
     plain = x.double() @ weight.double().mT
@@ -147,7 +147,7 @@ def test_torch_attention_of_query_key_and_value_is_the_layer(dtype: torch.dtype)
 def test_zero_inputs_have_zero_weights(dtype: torch.dtype) -> None:
     x = torch.tensor([[0, 3, -1], [0, 0, 0]], dtype=dtype)
     weight = torch.tensor([[5, 7, 2], [1, -2, 4]], dtype=dtype)
-    found = linear_layer.attend(x, weight, outputs=ALL)
+    found = linear_layer.attend(linear_layer.Call(x, weight), ALL)
     assert tensor(found.output).tolist() == [[19, -10], [0, 0]]
     assert tensor(found.weights).tolist() == [[0, 0.75, 0.25], [0, 0, 0]]
     assert tensor(found.value).tolist() == [[[0, 0], [28, -8], [-8, -16]], [[0, 0]] * 3]
@@ -161,19 +161,21 @@ def test_intermediate_overflow_does_not_reach_the_output(dtype: torch.dtype) -> 
     most = torch.finfo(dtype).max
     x = torch.tensor([[most, most, most, most], [1, 0, 0, 0]], dtype=dtype)
     weight = torch.tensor([[most, most, -most, -most], [0.5, 0.5, -0.5, 0]], dtype=dtype)
-    found = linear_layer.attend(x, weight, outputs=ALL)
+    found = linear_layer.attend(linear_layer.Call(x, weight), ALL)
     assert tensor(found.output).tolist() == [[0, most / 2], [most, 0.5]]
     assert tensor(found.weights).tolist() == [[0.25] * 4, [1, 0, 0, 0]]
     assert tensor(found.scores)[0].tolist() == pytest.approx([math.log(0.25)] * 4, rel=1e-6)
     small = torch.full((1, 4), smallest(dtype), dtype=dtype)
-    assert tensor(linear_layer.attend(small, weight, outputs=ALL).weights).tolist() == [[0.25] * 4]
+    assert tensor(linear_layer.attend(linear_layer.Call(small, weight), ALL).weights).tolist() == [
+        [0.25] * 4
+    ]
 
 
 def test_overflow_of_one_item_does_not_change_others() -> None:
     x, weight = layer(3, 33, 5, torch.float32)
-    alone = tensor(linear_layer.attend(x, weight, outputs=frozenset({"output"})).output)
+    alone = tensor(linear_layer.attend(linear_layer.Call(x, weight), frozenset({"output"})).output)
     x[1] *= 1e38
-    beside = tensor(linear_layer.attend(x, weight, outputs=frozenset({"output"})).output)
+    beside = tensor(linear_layer.attend(linear_layer.Call(x, weight), frozenset({"output"})).output)
     assert torch.equal(alone[[0, 2]], beside[[0, 2]])
 
 
@@ -292,4 +294,6 @@ def test_concurrent_requests_with_other_weights_do_not_mix(server: Server) -> No
     for (x, weight), response in zip(cases, responses, strict=True):
         assert response["timing"]["batch_size"] == 1
         output = torch.tensor(response["outputs"]["output"])
-        assert torch.equal(output, tensor(linear_layer.attend(x, weight, outputs=ALL).output))
+        assert torch.equal(
+            output, tensor(linear_layer.attend(linear_layer.Call(x, weight), ALL).output)
+        )

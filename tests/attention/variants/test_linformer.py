@@ -129,17 +129,17 @@ def test_mixtures_that_overflow_and_cancel() -> None:
     F = torch.tensor([[1e200, 0.0], [-1e200, 0.0]], dtype=torch.float64)
     E = torch.zeros(2, 2, dtype=torch.float64)
     for outputs in (ALL, OUTPUT):
-        found = linformer.attend(query, key, value, E, F, outputs=outputs)
+        found = linformer.attend(linformer.Call(query, key, value, E, F), outputs)
         assert found.output is not None
         assert float(found.output) == 0.0
         far = torch.tensor([[0.0, 0.0], [-100.0, 0.0]], dtype=torch.float64)
         one = torch.tensor([[0.0, 1.0], [1e200, 0.0]], dtype=torch.float64)
-        found = linformer.attend(query, key, value, far, one, outputs=outputs)
+        found = linformer.attend(linformer.Call(query, key, value, far, one), outputs)
         assert found.output is not None
         expected = math.exp(-100.0) * 1e300 * 1e10
         assert float(found.output) == pytest.approx(expected, rel=1e-13)
         small_E = torch.tensor([[0.0, 0.0], [-1e5, 0.0]], dtype=torch.float64)
-        found = linformer.attend(query, key, value, small_E, one, outputs=outputs)
+        found = linformer.attend(linformer.Call(query, key, value, small_E, one), outputs)
         assert found.output is not None
         assert float(found.output) == 1.0
 
@@ -179,7 +179,7 @@ def test_scores_of_huge_size(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(1, 2, 6, 4).to(dtype) * 200 for _ in range(3))
     for scale in (1e9, -1e9, 1e-30, 0.0):
         found = attend_checked(query, key, value, rank=3, scale=scale)
-        truth = linformer.reference(query, key, value, rank=3, scale=scale)
+        truth = linformer.reference(linformer.Call(query, key, value, rank=3, scale=scale))
         assert truth.map is not None
         torch.testing.assert_close(found.map.double(), truth.map, rtol=0, atol=1e-5)  # type: ignore[union-attr]
 
@@ -189,7 +189,7 @@ def test_scores_of_huge_size(dtype: torch.dtype) -> None:
 MEASURED: Final = """
 from qkv.attention.variants import linformer
 x = torch.randn(1, 8, 65536, 64)
-found = linformer.attend(x, x, x, outputs=frozenset(sys.argv[1:]))
+found = linformer.attend(linformer.Call(x, x, x), frozenset(sys.argv[1:]))
 assert all(getattr(found, name).isfinite().all() for name in sys.argv[1:])
 say()
 """

@@ -36,7 +36,7 @@ def test_gradients_in_any_dtype(dtype: torch.dtype) -> None:
     for i in (1, 2):
         inputs[i] = inputs[i].masked_fill(padding, math.nan)
     query, key, value, E, F = inputs
-    found = linformer.backward(grad, query, key, value, E, F, lengths)
+    found = linformer.backward(linformer.Call(query, key, value, E, F, lengths), grad)
     assert list(found) == ["query", "key", "value", "key_projection", "value_projection"]
     for tensor, truth in zip(found.values(), expected, strict=True):
         assert tensor.dtype == torch.float64
@@ -46,5 +46,5 @@ def test_gradients_in_any_dtype(dtype: torch.dtype) -> None:
         assert not found[name].masked_select(padding).any()
     for name in ("key_projection", "value_projection"):
         assert not found[name][:, 6:].any()
-    drawn_only = linformer.backward(grad, query, key, value, None, None, lengths)
+    drawn_only = linformer.backward(linformer.Call(query, key, value, None, None, lengths), grad)
     assert list(drawn_only) == ["query", "key", "value"]

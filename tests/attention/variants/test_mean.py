@@ -35,8 +35,8 @@ def test_lengths_on_both_sides_of_a_segment(
     value = torch.randn(2, 2, S, 3, generator=torch.Generator().manual_seed(S)).to(dtype)
     for lengths in (None, torch.tensor([S, S // 2])):
         assert_agrees("mean", value, lengths, causal=causal, normalize=normalize)
-    together = mean.attend(value, causal=causal, outputs=frozenset({"output"})).output
-    alone = mean.attend(value[1:, 1:], causal=causal, outputs=frozenset({"output"})).output
+    together = mean.attend(mean.Call(value, causal=causal), frozenset({"output"})).output
+    alone = mean.attend(mean.Call(value[1:, 1:], causal=causal), frozenset({"output"})).output
     assert together is not None
     assert alone is not None
     assert torch.equal(together[1:, 1:], alone)
@@ -47,7 +47,7 @@ def test_lengths_on_both_sides_of_a_segment(
 def test_largest_numbers_average_without_overflow(method: Any, dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max
     value = torch.full((1, 1, 100, 1), most, dtype=dtype)
-    found = mean.attend(value, method=method, outputs=frozenset({"output"}))
+    found = mean.attend(mean.Call(value, method=method), frozenset({"output"}))
     assert found.output is not None
     assert found.weights is None
     error = (found.output.double() / most - 1).abs().max()
@@ -66,12 +66,12 @@ def test_partial_sums_that_overflow_float32(S: int, causal: bool, normalize: boo
     value[:, 1, S // 2 :, 0] *= -1.0
     value[:, 0, :, 2] = (value[:, 0, :, 2] * 1e38).clamp(-largest, largest)
     before, after = (
-        mean.attend(v, causal=causal, normalize=normalize, outputs=BOTH).output
+        mean.attend(mean.Call(v, causal=causal, normalize=normalize), BOTH).output
         for v in (ordinary, value)
     )
     assert before is not None
     assert after is not None
-    truth = mean.reference(value, causal=causal, normalize=normalize)
+    truth = mean.reference(mean.Call(value, causal=causal, normalize=normalize))
     assert truth.output is not None
     assert truth.weights is not None
     fits = truth.output.float().isfinite()
@@ -93,7 +93,8 @@ def test_later_value_does_not_change_earlier_rows(method: Any, number: float) ->
     later = value.clone()
     later[:, :, 5:] = number
     one, other = (
-        mean.attend(v, method=method, outputs=frozenset({"output"})).output for v in (value, later)
+        mean.attend(mean.Call(v, method=method), frozenset({"output"})).output
+        for v in (value, later)
     )
     assert one is not None
     assert other is not None
@@ -138,10 +139,10 @@ def test_65536_values_in_little_memory(method: Any) -> None:
     """Wrongly rounded sums would be visible: every mean is 1, and the last sum is 65,536."""
     S = 65536 if method == "cumsum" else 2048
     value = torch.ones(1, 8, S, 64 if method == "cumsum" else 4)
-    found = mean.attend(value, method=method, outputs=frozenset({"output"}))
+    found = mean.attend(mean.Call(value, method=method), frozenset({"output"}))
     assert found.output is not None
     assert found.output.unique().tolist() == [1.0]
-    sums = mean.attend(value, method=method, normalize=False, outputs=frozenset({"output"}))
+    sums = mean.attend(mean.Call(value, method=method, normalize=False), frozenset({"output"}))
     assert sums.output is not None
     assert sums.output[0, 0, -1, 0] == S
 

@@ -33,7 +33,7 @@ def inputs(dtype: torch.dtype = torch.float64, L: int = 5, S: int = 7) -> list[T
 
 def attend(*tensors: Tensor, outputs: frozenset[str] = ALL, **arguments: Any) -> Any:
     """Calls `attend`; tensors of any dtype but float64 leave the float32 path only if unsafe."""
-    return sigmoid.attend(*tensors, **arguments, outputs=outputs)
+    return sigmoid.attend(sigmoid.Call(*tensors, **arguments), outputs)
 
 
 def test_example_by_hand() -> None:
@@ -133,7 +133,7 @@ def test_gradients_are_those_of_autograd(bias: float | None, causal: bool) -> No
     truth = torch.autograd.grad(output, leaves, grad)
     query, key, value, mask, slopes = (x.detach() for x in leaves)
     found = sigmoid.backward(
-        grad, query, key, value, mask, alibi_slopes_H=slopes, bias=bias, causal=causal
+        sigmoid.Call(query, key, value, mask, alibi_slopes_H=slopes, bias=bias, causal=causal), grad
     )
     names = ("query", "key", "value", "mask", "alibi_slopes")
     for name, expected in zip(names, truth, strict=True):
@@ -144,7 +144,7 @@ def test_gradients_are_those_of_autograd(bias: float | None, causal: bool) -> No
 def test_gradients_of_saturated_weights_keep_their_digits() -> None:
     """1 - A is 2e-9 in the row, and 0 by subtraction in float32."""
     one = torch.ones(1, 1, 1, 1)
-    found = sigmoid.backward(one, one, one, one, bias=19.0, scale=1.0)
+    found = sigmoid.backward(sigmoid.Call(one, one, one, bias=19.0, scale=1.0), one)
     slope = 1 / (2 + math.exp(20.0) + math.exp(-20.0))
     for name in ("query", "key"):
         assert found[name].item() == pytest.approx(slope, rel=1e-5)
@@ -159,7 +159,7 @@ def test_request_over_http(server: Server) -> None:
     }
     response = server.http.post(PATH, json=body).json()
     assert response["weights_are"] == "unnormalised"
-    truth = sigmoid.reference(query, key, value, causal=True, bias=-1.5)
+    truth = sigmoid.reference(sigmoid.Call(query, key, value, causal=True, bias=-1.5))
     for name in ("output", "weights"):
         found = torch.tensor(response["outputs"][name], dtype=torch.float64)
         torch.testing.assert_close(found, getattr(truth, name), rtol=1e-5, atol=1e-5)
@@ -177,7 +177,7 @@ def test_layer_over_http(server: Server) -> None:
     response = server.http.post(PATH, json=body)
     assert response.status_code == 200, response.text
     query, key, value = ((x @ w).unflatten(-1, (2, 3)).transpose(1, 2) for w in weights)
-    truth = sigmoid.reference(query, key, value).output
+    truth = sigmoid.reference(sigmoid.Call(query, key, value)).output
     assert truth is not None
     found = torch.tensor(response.json()["outputs"]["output"], dtype=torch.float64)
     torch.testing.assert_close(found, truth.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)

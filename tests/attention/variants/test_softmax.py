@@ -114,7 +114,7 @@ def test_agrees_with_torch_attention(dtype: torch.dtype, causal: bool) -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(
         query.double(), key.double(), value.double(), is_causal=causal
     )
-    truth = softmax.reference(query, key, value, causal=causal)
+    truth = softmax.reference(softmax.Call(query, key, value, causal=causal))
     bound = bounds(query, key, value, None, {}, truth)
     for outputs in (OUTPUT, ALL):
         found = attend(query, key, value, causal=causal, outputs=outputs)
@@ -172,5 +172,5 @@ def test_causal_aligns_as_torch_does() -> None:
                     assert not row.any()
                     continue
                 one = (query[:, :, [i]], key[:, :, :count], value[:, :, :count])
-                truth = softmax.reference(*one)
+                truth = softmax.reference(softmax.Call(*one))
                 assert_within(row, truth.output, bounds(*one, None, {}, truth).output)

@@ -115,7 +115,7 @@ def test_stacked_requests_have_the_same_dropout_as_alone(dtype: torch.dtype) -> 
     first = 0
     for request, b in zip(requests, batches, strict=True):
         alone = attend(*request, **parameters, outputs=ALL)
-        truth = softmax.reference(*request, **parameters)  # type: ignore[arg-type]
+        truth = softmax.reference(softmax.Call(*request, **parameters))  # type: ignore[arg-type]
         bound = bounds(request[0], request[1], request[2], None, parameters, truth)
         part = slice(first, first + b)
         first += b

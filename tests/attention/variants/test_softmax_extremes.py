@@ -263,7 +263,7 @@ def test_sinks_of_any_size(dtype: torch.dtype, sink: float) -> None:
     sinks = torch.tensor([sink, 0.0], dtype=dtype)
     for factor in (1.0, 1e18):
         tensors = (query * factor, key * factor, value)
-        truth = softmax.reference(*tensors, sinks_H=sinks)
+        truth = softmax.reference(softmax.Call(*tensors, sinks_H=sinks))
         bound = bounds(*tensors, None, {}, truth, sinks_H=sinks)
         for outputs in (OUTPUT, ALL):
             found = attend(*tensors, sinks_H=sinks, outputs=outputs)

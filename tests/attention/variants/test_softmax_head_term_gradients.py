@@ -51,9 +51,9 @@ def test_infinite_sinks_have_gradients_of_all_or_nothing(
     tensors: dict[str, Any] = {n: x.to(dtype) for n, x in inputs_of(mask_BHLS=mask).items()}
     grad = torch.randn(B, H, L, 3).to(dtype)
     infinite = torch.tensor([math.inf, math.inf, -math.inf, -math.inf]).to(dtype)
-    found = softmax.backward(grad, **tensors | {"sinks_H": infinite}, **parameters)
+    found = softmax.backward(softmax.Call(**tensors | {"sinks_H": infinite}, **parameters), grad)
     del tensors["sinks_H"]
-    plain = softmax.backward(grad, **tensors, **parameters)
+    plain = softmax.backward(softmax.Call(**tensors, **parameters), grad)
     assert not found.pop("sinks").any()
     for name, gradient in found.items():
         axis = 0 if name == "alibi_slopes" else 1
@@ -73,7 +73,7 @@ def derivatives(
     their textbook softmax is NaN.
     """
     every: dict[str, Any] = {**tensors, **parameters}
-    known = softmax.reference(**every).scores
+    known = softmax.reference(softmax.Call(**every)).scores
     assert known is not None
     visible = known > -torch.inf
     blind = ~visible.any(-1, keepdim=True)

@@ -89,7 +89,7 @@ def test_sink_is_a_key_without_a_value(dtype: torch.dtype, parameters: dict[str,
     query, key, value = inputs_of(dtype)
     L, S = 6, 9
     sinks = torch.randn(4).to(dtype)
-    shown = softmax.reference(query, key, value, **parameters).scores
+    shown = softmax.reference(softmax.Call(query, key, value, **parameters)).scores
     assert shown is not None
     mask = torch.zeros(2, 4, L, S + 1, dtype=torch.float64).masked_fill_(
         torch.cat([torch.zeros(2, 4, L, 1), shown], -1) == -torch.inf, -torch.inf
@@ -99,7 +99,7 @@ def test_sink_is_a_key_without_a_value(dtype: torch.dtype, parameters: dict[str,
     nothing = torch.zeros_like(value[:, :, :1])
     wider = torch.cat([zero, key], 2), torch.cat([nothing, value], 2)
     scale = parameters.get("scale")
-    truth = softmax.reference(query, *wider, mask, scale=scale)
+    truth = softmax.reference(softmax.Call(query, *wider, mask, scale=scale))
     bound = bounds(query, *wider, mask, parameters, truth)
     for outputs in (OUTPUT, ALL):
         found = attend(query, key, value, sinks_H=sinks, **parameters, outputs=outputs)
@@ -127,7 +127,7 @@ def test_wide_slopes_with_narrow_queries(dtype: torch.dtype) -> None:
     query, key, value = inputs_of(dtype, L=2, S=1000)
     slopes = torch.tensor([2**-0.5, 2**-1.5, 1e-3, 3.3e-3], dtype=torch.float32)
     parameters: dict[str, Any] = {"query_offset": "end", "causal": True}
-    truth = softmax.reference(query, key, value, None, None, slopes, **parameters)
+    truth = softmax.reference(softmax.Call(query, key, value, None, None, slopes, **parameters))
     added = alibi(slopes, 2, 1000, "end")
     bound = bounds(query, key, value, None, parameters, truth, added)
     for outputs in (OUTPUT, ALL):
@@ -141,7 +141,7 @@ def test_positions_far_from_all_keys(dtype: torch.dtype, offset: int) -> None:
     """float32 cannot represent the differences of such distances, but they decide the weights."""
     query, key, value = inputs_of(dtype)
     slopes = torch.tensor([0.5, -0.3, 0.7, 2**-8])
-    near = softmax.reference(query, key, value, None, None, slopes)
+    near = softmax.reference(softmax.Call(query, key, value, None, None, slopes))
     assert near.weights is not None
     close = 2e3 * torch.finfo(exact_dtype(dtype)).eps + 2.0**-52 * abs(offset)
     found = attend(query, key, value, None, None, slopes, query_offset=offset, outputs=ALL)
@@ -167,10 +167,10 @@ def test_infinite_sinks_leave_all_or_nothing(
     for mask, lengths in ((allowed, None), (added, torch.tensor([9, 4]))):
         named: dict[str, Any] = {"query_BHLD": query, "key_BGSD": key, "value_BGSE": value}
         named |= {"mask_BHLS": mask, "key_lengths_B": lengths, **parameters}
-        finite = softmax.reference(**named, sinks_H=torch.full((4,), 0.5))
-        plain = softmax.reference(**named)
+        finite = softmax.reference(softmax.Call(**named, sinks_H=torch.full((4,), 0.5)))
+        plain = softmax.reference(softmax.Call(**named))
         bound = bounds(query, key, value, mask, parameters, plain)
-        truth = softmax.reference(**named, sinks_H=infinite)
+        truth = softmax.reference(softmax.Call(**named, sinks_H=infinite))
         assert truth.weights is not None
         for exact, expected, other in zip(truth[:2], finite[:2], plain[:2], strict=True):
             assert isinstance(exact, torch.Tensor)
@@ -193,7 +193,7 @@ def test_infinite_sinks_leave_all_or_nothing(
             if isinstance(x, torch.Tensor) and x.is_floating_point():
                 named[name] = x.double()
         planes = torch.arange(8).view(2, 4)
-        steps = softmax.steps(**named, sinks_H=infinite.double(), plane_BH=planes)
+        steps = softmax.steps(softmax.Call(**named, sinks_H=infinite.double(), plane_BH=planes))
         assert_within(steps["output"], truth.output, 1e-12)
         assert not any(x.isnan().any() for x in steps.values())
         assert torch.equal(steps["row_sums"][:, 0], torch.ones(2, L).double())
@@ -206,7 +206,7 @@ def test_zero_slopes_and_absent_sinks_change_nothing(dtype: torch.dtype) -> None
     none = {"alibi_slopes_H": torch.zeros(4), "sinks_H": torch.full((4,), -math.inf)}
     hidden = torch.ones(2, 1, 6, 9, dtype=torch.bool)
     hidden[:, :, 2] = False
-    truth = softmax.reference(query, key, value, hidden)
+    truth = softmax.reference(softmax.Call(query, key, value, hidden))
     bound = bounds(query, key, value, hidden, {}, truth)
     for name, term in none.items():
         for outputs in (OUTPUT, ALL):

@@ -52,7 +52,7 @@ def test_sinks_are_those_of_gpt_oss(window: int | None) -> None:
     grad = torch.randn_like(output)
     slopes = torch.autograd.grad(output, [*leaves, module.sinks], grad)
     gradients = softmax.backward(
-        grad.transpose(1, 2), query, key, value, sinks_H=sinks, **parameters
+        softmax.Call(query, key, value, sinks_H=sinks, **parameters), grad.transpose(1, 2)
     )
     for name, slope in zip(("query", "key", "value", "sinks"), slopes, strict=True):
         torch.testing.assert_close(gradients[name], slope, rtol=0, atol=1e3 * EPS)

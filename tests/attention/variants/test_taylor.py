@@ -33,8 +33,8 @@ def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
 
     The output must have the same bits when it is requested alone.
     """
-    found = taylor.attend(*tensors, **parameters, outputs=BOTH)
-    alone = taylor.attend(*tensors, **parameters, outputs=OUTPUT)
+    found = taylor.attend(taylor.Call(*tensors, **parameters), BOTH)
+    alone = taylor.attend(taylor.Call(*tensors, **parameters), OUTPUT)
     assert found.output is not None
     assert found.weights is not None
     assert alone.output is not None
@@ -96,11 +96,11 @@ def test_items_are_recomputed_in_float64_independently(dtype: torch.dtype, causa
     value[2] *= torch.finfo(dtype).max / 8
     key[3] *= 2.0 ** torch.randint(-20, 8, (2, 300, 1))
     lengths = torch.tensor([300, 290, 300, 17])
-    together = taylor.attend(query, key, value, lengths, causal=causal, outputs=OUTPUT).output
+    together = taylor.attend(taylor.Call(query, key, value, lengths, causal=causal), OUTPUT).output
     assert together is not None
     for b in range(4):
         item: Any = [x[b : b + 1] for x in (query, key, value, lengths)]
-        alone = taylor.attend(*item, causal=causal, outputs=OUTPUT).output
+        alone = taylor.attend(taylor.Call(*item, causal=causal), OUTPUT).output
         assert alone is not None
         assert torch.equal(alone[0], together[b])
         assert_agrees("taylor", *item, causal=causal)
@@ -219,7 +219,8 @@ def test_extreme_values(dtype: torch.dtype, causal: bool) -> None:
 MEASURED: Final = """
 from qkv.attention.variants import taylor
 x = torch.randn(1, 8, 65536, 64)
-found = taylor.attend(x, x, x, causal=sys.argv[1] == "True", outputs=frozenset({"output"}))
+call = taylor.Call(x, x, x, causal=sys.argv[1] == "True")
+found = taylor.attend(call, frozenset({"output"}))
 assert found.output.isfinite().all()
 say()
 """

@@ -37,7 +37,7 @@ def reference(name: str, inputs: dict[str, Array], **parameters: Any) -> Array:
     arguments = {
         spec.argument: tensor_of(inputs[n]) for n, spec in variant.inputs.items() if n in inputs
     }
-    result = variant.module.reference(**arguments, **NEEDED.get(name, {}), **parameters)
+    result = variant.reference(**arguments, **NEEDED.get(name, {}), **parameters)
     weights: Array = result.weights.numpy()
     return weights
 

@@ -23,12 +23,13 @@ from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
 from qkv.api.request_record import headers_of
 from qkv.api.routes import run_route
 from qkv.api.run_timing import server_timing, timing_fields
-from qkv.engine.admission import Admission
-from qkv.engine.result import Result
+from qkv.engine.admission import AdmittedBody
+from qkv.jobs.annotations import notes_of
 from qkv.jobs.buffer_layout import BufferLayout
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.jobs.plan_cache import BoundedCache, plan_bytes
+from qkv.jobs.result import Result
 from qkv.settings import Settings
 from qkv.wire import json, open_inference
 from qkv.wire.message import Message
@@ -50,7 +51,6 @@ _LENGTH_PARAMETER: Final = {
 }
 _COMPRESSION_LEVEL: Final = 1  # floats hardly compress at any level
 _LENGTH_NAME: Final = open_inference.LENGTH_HEADER.lower().encode()
-_MAX_HEADS: Final = 2048
 _MAX_HEADS_BYTES: Final = 20 << 20
 
 
@@ -70,7 +70,7 @@ class InferBody(NamedTuple):
     content: bytes | memoryview
     length: int | None
     received_at: float
-    admission: Admission
+    admission: AdmittedBody
 
 
 _Body = Annotated[
@@ -106,9 +106,9 @@ class InferHandler:
     def __init__(self, job_runner: JobRunner, models: ModelCatalogue, settings: Settings) -> None:
         self._job_runner, self._models = job_runner, models
         self._max_body_bytes = settings.max_body_bytes
-        self._heads: BoundedCache[_KnownHead] = BoundedCache(_MAX_HEADS, _MAX_HEADS_BYTES)
+        self._heads: BoundedCache[_KnownHead] = BoundedCache(_MAX_HEADS_BYTES)
 
-    async def read(self, request: Request, admission: Admission) -> InferBody:
+    async def read(self, request: Request, admission: AdmittedBody) -> InferBody:
         """Reads the body of a request.
 
         Raises:
@@ -226,7 +226,7 @@ def _new_response(
 ) -> Response:
     outputs = {name: result.outputs[name] for name in fields.outputs}
     entries, data = open_inference.encode_tensors(outputs, fields.binary)
-    notes = "; ".join([*plan.notes, *result.notes]) or None
+    notes = "; ".join(notes_of(plan, result.notes)) or None
     parameters = InferParameters(**timing_fields(result, plan), notes=notes)
     # the fields of an `InferResponse`
     text = orjson.dumps(

@@ -20,7 +20,8 @@ from qkv.api.request_body import (
 from qkv.api.routes import run_route
 from qkv.api.run_timing import server_timing, timing_fields
 from qkv.attention import catalogue
-from qkv.engine.admission import Admission
+from qkv.engine.admission import AdmittedBody
+from qkv.jobs.annotations import annotate
 from qkv.jobs.gradient_plan import GradientPlan
 from qkv.jobs.plan import Plan
 from qkv.settings import Settings
@@ -49,7 +50,7 @@ class RunHandler:
         self.job_runner = job_runner
         self._max_body_bytes = settings.max_body_bytes
 
-    async def read(self, request: Request, admission: Admission) -> ReceivedMessage:
+    async def read(self, request: Request, admission: AdmittedBody) -> ReceivedMessage:
         """Reads the body of a request; errors as those of `read_message`."""
         return await read_message(request, "inputs", self._max_body_bytes, admission)
 
@@ -72,8 +73,8 @@ class RunHandler:
         body.release()
         result = await self.job_runner.run(request, body.received_at, job)
         codec, encoding = body.response_codec, body.message.encoding or "base64"
-        timing, annotations = timing_fields(result, job.plan), job.plan.annotations(result.notes)
-        fields = {"variant": variant, group: None, **annotations, "timing": timing}
+        timing, known = timing_fields(result, job.plan), annotate(job.plan, result.notes)
+        fields = {"variant": variant, group: None, **known, "timing": timing}
         message = Message(fields, result.outputs, encoding=encoding)
         size = result.nbytes * _RELATIVE_COST.get(encoding, 1.0) if codec is json else 0
         chunks = await in_thread_if_large(int(size), lambda: codec.encode(message, group))

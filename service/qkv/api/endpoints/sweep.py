@@ -15,7 +15,7 @@ from qkv.api.job_runner import JobRunner
 from qkv.api.models import choice_of, closed, pascal
 from qkv.api.openapi.operation import problem_responses
 from qkv.attention import catalogue
-from qkv.engine.admission import Admission
+from qkv.engine.admission import AdmittedBody
 from qkv.errors import UnsupportedMediaType, stopping
 from qkv.jobs.job import Job
 from qkv.jobs.measure.sweep_request import SweepFields, SweepRequest, has_length
@@ -54,7 +54,7 @@ class LowPriorityRunner:
     ) -> None:
         self._job_runner, self._wait_s, self._shared_state = job_runner, wait_s, shared_state
 
-    def reserve(self, size: int) -> Admission:
+    def reserve(self, size: int) -> AdmittedBody:
         """Admits inputs that this process generates, like a body of that size.
 
         Raises:

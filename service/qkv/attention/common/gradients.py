@@ -81,9 +81,28 @@ def is_ordinary(
 
 
 def gradients_by_scores(
+    scores: Scores, tensors: tuple[Tensor, Tensor, Tensor, Tensor], safe: bool
+) -> dict[str, Tensor]:
+    """Returns the gradients of a softmax or sigmoid by the names of the inputs.
+
+    Args:
+        scores: those of query and key.
+        tensors: grad_output, query, key and value.
+        safe: they are `is_ordinary`; otherwise powers of two are split from them.
+    """
+    grad, query, key, value = (x.to(scores.visible.dtype) for x in tensors)
+    if safe:
+        return _sum_blocks(scores, grad, query, key, value)
+    (grad, g), (query, q), (key, k), (value, v) = map(normalize_size, (grad, query, key, value))
+    exponents = {"query": g + v + k, "key": g + v + q, "value": g}  # all others depend on g and v
+    scaled = _sum_blocks(scores, grad, query, key, value)
+    return {n: scale_back(gradient, exponents.get(n, g + v)) for n, gradient in scaled.items()}
+
+
+def _sum_blocks(
     scores: Scores, grad_BHLE: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor
 ) -> dict[str, Tensor]:
-    """Returns the gradients of a softmax or sigmoid, a block of rows of some heads at a time.
+    """Sums up the gradients of a block of rows of some heads at a time.
 
     All tensors are in the scores' dtype. `query` and `key` are those of the scores, apart from
     powers of two.

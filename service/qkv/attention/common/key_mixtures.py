@@ -76,7 +76,7 @@ class Path(NamedTuple):
         """Returns the scores of the queries against E K."""
         key, exponents = self.mixed(E_RS, key_BGSD)
         L, R = query_BHLD.shape[2], len(E_RS)
-        visible = Visibility.of(L, R, None, None, False, 0, None, self.dtype)
+        visible = Visibility(L, R, None, None, False, 0, (0, 0), None, None, self.dtype)
         scores = Scores.of(
             query_BHLD, key, visible, scale, None, 0.0, 0, None, safe=not self.shrinks
         )

@@ -31,7 +31,7 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def is_safe(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> bool:
     """Returns True if nothing can overflow in the scores' dtype and all numbers are finite."""
-    limit = _SAFE[score_dtype(query.dtype)]
+    limit = _SAFE.get(query.dtype, _SAFE[torch.float32])
     if not holds(_scores_fit(query, key, scale, limit)):
         return False
     return value is None or holds(largest_size(value) < limit)

@@ -15,6 +15,7 @@ from qkv.attention.step import Step
 __all__ = [
     "SCORE_STEPS",
     "input_steps",
+    "kept_weights",
     "mask_step_values",
     "mask_steps",
     "per_query_head",
@@ -137,3 +138,24 @@ def mask_step_values(
     elif mask_BHLS is not None:
         scores_BHLS = scores_BHLS + mask_BHLS
     return {**steps, "masked": scores_BHLS.masked_fill(~seen, -torch.inf)}
+
+
+def kept_weights(dropout: float, seed: int, plane_BH: Tensor, weights_BHLS: Tensor) -> Tensor:
+    """Returns True for each weight that dropout keeps, by the definition of `common/dropout.py`.
+
+    The unsigned numbers of 32 bits are int64 here.
+    """
+    row_L1, key_S = (torch.arange(n, device=plane_BH.device) for n in weights_BHLS.shape[-2:])
+    row_L1 = row_L1[:, None]
+
+    def mix(x: Tensor) -> Tensor:
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+        x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF  # a product that wraps has the same bits
+        return x ^ (x >> 16)
+
+    seeded = torch.zeros_like(plane_BH)
+    for word in (seed & 0xFFFFFFFF, seed >> 32):
+        seeded = mix(seeded ^ word)
+    plane_BH11 = mix(seeded ^ plane_BH)[..., None, None]
+    hash_BHLS = mix(mix(plane_BH11 ^ row_L1) ^ mix(~key_S & 0xFFFFFFFF))
+    return hash_BHLS >= int(dropout * 2.0**32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,29 +51,22 @@ class Visibility(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(
-        cls,
-        L: int,
-        S: int,
-        mask_BHLS: Tensor | None,
-        key_lengths_B: Tensor | None,
-        causal: bool,
-        query_offset: int | Literal["end"],
-        window: tuple[int | None, int | None] | None,
-        dtype: torch.dtype,
-    ) -> Visibility:
-        """Returns the visibility for the parameters of a request."""
-        left, right = window or (None, None)
-        if query_offset != "end":
-            offset: int | Tensor = query_offset
-            offsets: tuple[int, int] | None = (query_offset, query_offset)
-        elif key_lengths_B is None:
+    def of(cls, call: Any, dtype: torch.dtype) -> Visibility:
+        """Returns the visibility for a `Call` with scores, of this dtype."""
+        L, S, lengths_B = call.query_BHLD.shape[2], call.key_BGSD.shape[2], call.key_lengths_B
+        left, right = call.window or (None, None)
+        offset: Any = call.query_offset
+        if offset != "end":
+            offsets: tuple[int, int] | None = (offset, offset)
+        elif lengths_B is None:
             offset, offsets = S - L, (S - L, S - L)
         else:
-            offset = (key_lengths_B - L).view(-1, 1, 1, 1)
+            offset = (lengths_B - L).view(-1, 1, 1, 1)
             # of a batch, the key ranges of a row would depend on the other requests
             offsets = None if are_deferred() else (int(offset.min()), int(offset.max()))
-        return cls(L, S, mask_BHLS, key_lengths_B, causal, offset, offsets, left, right, dtype)
+        return cls(
+            L, S, call.mask_BHLS, lengths_B, call.causal, offset, offsets, left, right, dtype
+        )  # fmt: skip
 
     @property
     def is_causal_only(self) -> bool:

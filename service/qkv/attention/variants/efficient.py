@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -216,72 +217,66 @@ def flops(sizes: Mapping[str, int]) -> int:
     return 2 * B * D * E * (G * S + H * L)
 
 
-def attend(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    causal: Causal = False,
-    query_offset: QueryOffset = 0,
-    chunk: Chunk = 64,
-    state: Form = "exact",
-    outputs: frozenset[str],
-) -> Efficient:
-    """Computes efficient attention.
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A request for efficient attention.
 
-    Args:
+    Attributes:
         query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
         key_lengths_B: keys at and after this position are padding, and in no softmax.
         past: the state behind the tokens before these, which are then `causal` and as many queries
             as keys. Sums alone are compact.
         causal, query_offset, chunk, state: see their descriptions.
-        outputs: the names of the outputs to return: "output", "weights", "state".
     """
-    (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
-    if past is not None or "state" in outputs:
-        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B)
-        found, weights = run_from(new, past, chunk, state), None
+
+    query_BHLD: Float[Tensor, "B H L D"]
+    key_BGSD: Float[Tensor, "B G S D"]
+    value_BGSE: Float[Tensor, "B G S E"]
+    key_lengths_B: Int64[Tensor, "B"] | None = None
+    past: State | None = None
+    _: KW_ONLY
+    causal: Causal = False
+    query_offset: QueryOffset = 0
+    chunk: Chunk = 64
+    state: Form = "exact"
+
+
+def attend(call: Call, outputs: frozenset[str]) -> Efficient:
+    """Computes efficient attention.
+
+    `outputs` are the names of the outputs to return: "output", "weights", "state".
+    """
+    (B, H, L, _), S, dtype = call.query_BHLD.shape, call.key_BGSD.shape[2], call.query_BHLD.dtype
+    if call.past is not None or "state" in outputs:
+        new = _tokens(call, call.value_BGSE)
+        found, weights = run_from(new, call.past, call.chunk, call.state), None
         if "weights" in outputs:
-            weights = rows_behind(new, past, chunk)(slice(0, L)).to(score_dtype(dtype))
+            weights = rows_behind(new, call.past, call.chunk)(slice(0, L)).to(score_dtype(dtype))
         return Efficient(found.output_BHSE, weights, State(**found.fields))
-    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
+    offsets = _offsets(call)
     output = weights = None
     if "output" in outputs:
-        if causal or dtype == torch.float64 or are_wide():
-            output = _exact_output(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, offsets)
+        tensors = (call.query_BHLD, call.key_BGSD, call.value_BGSE, call.key_lengths_B)
+        if call.causal or dtype == torch.float64 or are_wide():
+            output = _exact_output(*tensors, offsets)
         else:
-            output = _fast_output(query_BHLD, key_BGSD, value_BGSE, key_lengths_B)
+            output = _fast_output(*tensors)
     if "weights" in outputs:
-        matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, offsets)
-        weights = query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
+        matrix = _matrix(call.query_BHLD, call.key_BGSD, call.key_lengths_B, offsets)
+        weights = call.query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
         for rows in row_blocks(L, B * H * S, _ELEMENTS):
             weights[:, :, rows] = matrix.block(rows).flatten(1, 2)
     return Efficient(output, weights)
 
 
-def weights(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    chunk: int = 64,
-) -> Callable[[slice], Tensor]:
-    """Returns a function that computes rows of A from a slice of L: (B, H, R, S), in memory O(R S).
-
-    The arguments are those of `attend`.
-    """
-    (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
-    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
-    matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, offsets)
-    exact = score_dtype(query_BHLD.dtype)
-    if past is not None:
-        new = _tokens(query_BHLD, key_BGSD, key_BGSD[..., :0], key_lengths_B)
-        behind = rows_behind(new, past, chunk)
+def weights(call: Call) -> Callable[[slice], Tensor]:
+    """Returns a function that computes rows of A, (B, H, R, S), in memory O(R S)."""
+    offsets = _offsets(call)
+    matrix = _matrix(call.query_BHLD, call.key_BGSD, call.key_lengths_B, offsets)
+    exact = score_dtype(call.query_BHLD.dtype)
+    if call.past is not None:
+        new = _tokens(call, call.key_BGSD[..., :0])
+        behind = rows_behind(new, call.past, call.chunk)
         return lambda rows: behind(rows).to(exact)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
@@ -318,7 +313,16 @@ def _token_features(tokens: SummedTokens, before: Sums) -> Features:
     )  # fmt: skip
 
 
-_tokens: Final = partial(SummedTokens.of, features=_token_features, shifts=True, normalize=False)
+def _tokens(call: Call, value_BGSE: Tensor) -> SummedTokens:
+    """Returns the tokens of a request with a state, and with these values."""
+    tensors = (call.query_BHLD, call.key_BGSD, value_BGSE, call.key_lengths_B)
+    return SummedTokens.of(*tensors, features=_token_features, shifts=True, normalize=False)
+
+
+def _offsets(call: Call) -> list[int] | None:
+    """Returns each item's position of the first query; None if every query sees every key."""
+    (B, _, L, _), S = call.query_BHLD.shape, call.key_BGSD.shape[2]
+    return item_offsets(B, L, S, call.key_lengths_B, call.causal, call.query_offset)
 
 
 def _fast_output(
@@ -456,20 +460,11 @@ def _ordinary_output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> T
     return output.clamp_(-largest_B[:, None, None, None], largest_B[:, None, None, None])
 
 
-def reference(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_lengths_B: Tensor | None = None,
-    past: State | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    chunk: int = 64,
-    state: str = "exact",
-) -> Efficient:
+def reference(call: Call) -> Efficient:
     """Computes the same in plain float64 numpy, row by row, as in a textbook."""
-    query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
+    query, key, value = (
+        x.double().numpy() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE)
+    )
     (B, H, L, D), (_, G, S, _), E = query.shape, key.shape, value.shape[-1]
 
     def shifted(x: np.ndarray, largest: np.ndarray) -> np.ndarray:
@@ -479,17 +474,17 @@ def reference(
 
     weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, E))
     for b, h in np.ndindex(B, H):
-        valid, g = S if key_lengths_B is None else int(key_lengths_B[b]), h * G // H
-        offset = valid - L if query_offset == "end" else query_offset
-        before = HeadState.of(past, (b, g), D, D, E)
+        valid, g = S if call.key_lengths_B is None else int(call.key_lengths_B[b]), h * G // H
+        offset = valid - L if call.query_offset == "end" else call.query_offset
+        before = HeadState.of(call.past, (b, g), D, D, E)
         keys = np.concatenate([before.key_CD, key[b, g, :valid]])
         values = np.concatenate([before.value_CE, value[b, g, :valid]])
         first, before_F = len(before.key_CD), np.full(D, -np.inf)
         if before.sums_FW[:, -1].any():
             before_F = before.largest_F
-        for i, row in enumerate(query[b, h, : L if past is None else valid]):
+        for i, row in enumerate(query[b, h, : L if call.past is None else valid]):
             p = shifted(row, row.max())
-            n = first + (min(valid, max(0, i + offset + 1)) if causal else valid)
+            n = first + (min(valid, max(0, i + offset + 1)) if call.causal else valid)
             if n == 0:
                 continue
             largest = np.maximum(keys[:n].max(0), before_F)
@@ -501,64 +496,44 @@ def reference(
     return Efficient(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
 
 
-def steps(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_lengths_B: Tensor | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors: the output by contexts, not by the weights.
-
-    The arguments are those of `attend`.
-    """
-    key, value = (zero_padding(x, key_lengths_B) for x in (key_BGSD, value_BGSE))
-    seen_BLS, _ = seen_keys(query_BHLD, key, key_lengths_B, causal, query_offset)
+def steps(call: Call) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors: the output by contexts, not by weights."""
+    key, value = (zero_padding(x, call.key_lengths_B) for x in (call.key_BGSD, call.value_BGSE))
+    query, causal, offset = call.query_BHLD, call.causal, call.query_offset
+    seen_BLS, _ = seen_keys(query, key, call.key_lengths_B, causal, offset)
     unseen_B1LS1 = ~seen_BLS[:, None, :, :, None]
     key_BGLSD = key[:, :, None].masked_fill(unseen_B1LS1, -torch.inf).softmax(-2)
     key_BGLSD = key_BGLSD.masked_fill(unseen_B1LS1, 0.0)  # a row that sees no key is NaN
     contexts = torch.einsum("bglsd,bgse->bglde", key_BGLSD, value)
-    query = query_BHLD.softmax(-1)
-    shared_BHLSD, shared_BHLDE = (per_query_head(x, query_BHLD) for x in (key_BGLSD, contexts))
+    query = query.softmax(-1)
+    shared_BHLSD, shared_BHLDE = (per_query_head(x, query) for x in (key_BGLSD, contexts))
     return {
-        "query": query_BHLD, "key": key, "value": value, "query_softmax": query,
+        "query": call.query_BHLD, "key": key, "value": value, "query_softmax": query,
         "key_softmax": key_BGLSD, "weights": torch.einsum("bhld,bhlsd->bhls", query, shared_BHLSD),
         "contexts": contexts, "output": torch.einsum("bhld,bhlde->bhle", query, shared_BHLDE),
     }  # fmt: skip
 
 
 def backward(
-    grad_output_BHLE: Float[Tensor, "B H L E"],
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    chunk: int = 64,
-    state: Form = "exact",
-    grad_state: State | None = None,
+    call: Call, grad_output_BHLE: Float[Tensor, "B H L E"], grad_state: State | None = None
 ) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), in float64.
 
     They are sums over keys that all queries share, and sums over queries that all keys share,
     through both softmaxes. rq = softmax_D(Q), and p_ijc is the weight of key j in channel c's
-    softmax for query i. With slopes u_ic = sum_j p_ijc (dY_i . v_j),
-    dq_ic = rq_ic (u_ic - sum_d rq_id u_id), dk_jc = sum_i rq_ic p_ijc (dY_i . v_j - u_ic),
-    dv_j = sum_i sum_c rq_ic p_ijc dY_i. The arguments are those of `attend`, and `grad_state` as
-    `gradients_from` takes it. Source: Shen et al., arXiv:1812.01243, section 3.2, differentiated.
+    softmax for query i. With slopes u_ic = sum_j p_ijc (dY_i . v_j), dq_ic = rq_ic (u_ic - sum_d
+    rq_id u_id), dk_jc = sum_i rq_ic p_ijc (dY_i . v_j - u_ic), dv_j = sum_i sum_c rq_ic p_ijc dY_i.
+    `grad_state` is as `gradients_from` takes it. Source: Shen et al., arXiv:1812.01243, section
+    3.2, differentiated.
     """
-    if past is not None or grad_state is not None:
-        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B)
-        return gradients_from(new, past, grad_output_BHLE, grad_state, chunk)
-    (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
-    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
-    backward = partial(_gradients, key_lengths_B=key_lengths_B, offsets=offsets)
-    return gradients_by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
+    if call.past is not None or grad_state is not None:
+        new = _tokens(call, call.value_BGSE)
+        return gradients_from(new, call.past, grad_output_BHLE, grad_state, call.chunk)
+    offsets = _offsets(call)
+    backward = partial(_gradients, key_lengths_B=call.key_lengths_B, offsets=offsets)
+    return gradients_by_heads(
+        backward, grad_output_BHLE, call.query_BHLD, call.key_BGSD, call.value_BGSE
+    )
 
 
 def _gradients(

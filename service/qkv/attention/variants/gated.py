@@ -10,7 +10,7 @@ Cost: O(S D E + S C (D + E)) time for chunks of C tokens; O(S) memory unless wei
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -47,6 +47,7 @@ REFUSES: Final[Mapping[str, str]] = {
 
 STACKABLE_BELOW: Final = 1e9
 MAY_BE_WIDER: Final = ("log_decay", "beta")
+STATE_CHANGES_WEIGHTS: Final = False
 UNSTABLE: Final = (
     "beta |k|^2 of a token is above 2, so the state may grow with each such token and few digits "
     "may be right"
@@ -167,34 +168,11 @@ def flops(sizes: Mapping[str, int]) -> int:
     return 2 * B * S * (H * (D * E + 64 * (D + E)) + T * (2 * D * E + 64 * (D + E)))
 
 
-def attend(
-    query_BJSD: Float[Tensor, "B J S D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BVSE: Float[Tensor, "B V S E"],
-    log_decay_BTSZ: Float[Tensor, "B T S #Z"] | None = None,
-    beta_BTS: Float[Tensor, "B T S"] | None = None,
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    rule: Annotated[
-        Rule,
-        Field(
-            description="linear: nothing decays or is erased. gated: with log_decay. delta: with "
-            "beta. gated_delta: with both."
-        ),
-    ] = "linear",
-    scale: Scale = None,
-    normalize_qk: Annotated[
-        bool,
-        Field(description="If true, queries and keys x become x / sqrt(sum x^2 + 1e-6)."),
-    ] = False,
-    chunk: Chunk = 64,
-    state: Form = "exact",
-    outputs: frozenset[str],
-) -> Gated:
-    """Computes a rule.
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A request for a rule.
 
-    Args:
+    Attributes:
         query_BJSD, key_BGSD, value_BVSE: of J, G and V heads. The output has H heads, the largest
             of the three; head h reads head h // (H / J) of the queries, and so on. The state has T
             heads, the larger one of G and V.
@@ -204,60 +182,77 @@ def attend(
             was, and their output is zero.
         past: the state behind the tokens before these. Sums alone are compact.
         rule, scale, normalize_qk, chunk, state: see their descriptions.
-        outputs: the names of the outputs to return: "output", "weights", "state_weights", "state".
-            Weights are those of these tokens, and state_weights those of the rows of the state
-            before them.
     """
-    inputs = GatedInputs.of(
-        query_BJSD, key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS, key_lengths_B, rule, scale,
-        normalize_qk,
-    )  # fmt: skip
-    S, dtype = query_BJSD.shape[2], query_BJSD.dtype
+
+    query_BJSD: Float[Tensor, "B J S D"]
+    key_BGSD: Float[Tensor, "B G S D"]
+    value_BVSE: Float[Tensor, "B V S E"]
+    log_decay_BTSZ: Float[Tensor, "B T S #Z"] | None = None
+    beta_BTS: Float[Tensor, "B T S"] | None = None
+    key_lengths_B: Int64[Tensor, "B"] | None = None
+    past: State | None = None
+    _: KW_ONLY
+    rule: Annotated[
+        Rule,
+        Field(
+            description="linear: nothing decays or is erased. gated: with log_decay. delta: with "
+            "beta. gated_delta: with both."
+        ),
+    ] = "linear"
+    scale: Scale = None
+    normalize_qk: Annotated[
+        bool,
+        Field(description="If true, queries and keys x become x / sqrt(sum x^2 + 1e-6)."),
+    ] = False
+    chunk: Chunk = 64
+    state: Form = "exact"
+
+
+def attend(call: Call, outputs: frozenset[str]) -> Gated:
+    """Computes a rule.
+
+    `outputs` are the names of the outputs to return: "output", "weights", "state_weights",
+    "state". Weights are those of these tokens, and state_weights those of the rows of the state
+    before them.
+    """
+    inputs = _inputs(call)
+    S, dtype = call.query_BJSD.shape[2], call.query_BJSD.dtype
     exact = score_dtype(dtype)
     output = matrix = state_weights = behind = None
-    if past is not None or "state" in outputs:
-        continued = run_from(inputs, past, chunk, state)
+    if call.past is not None or "state" in outputs:
+        continued = run_from(inputs, call.past, call.chunk, call.state)
         output, behind = continued.output_BHSE, State(**continued.fields)
     elif "output" in outputs:
-        output = _output(inputs, exact, chunk).to(dtype)
+        output = _output(inputs, exact, call.chunk).to(dtype)
     if "weights" in outputs:
-        matrix = row_function(inputs, inputs.sums_of(None), chunk)(slice(0, S)).to(exact)
+        matrix = row_function(inputs, inputs.sums_of(None), call.chunk)(slice(0, S)).to(exact)
     if "state_weights" in outputs:
-        state_weights = _state_weights(inputs, chunk).to(exact)
+        state_weights = _state_weights(inputs, call.chunk).to(exact)
     notes = {UNSTABLE: inputs.is_unstable_B} if inputs.erases else {}
     return Gated(output, matrix, state_weights, behind, notes)
 
 
-def weights(
-    query_BJSD: Float[Tensor, "B J S D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BVSE: Float[Tensor, "B V S E"],
-    log_decay_BTSZ: Float[Tensor, "B T S #Z"] | None = None,
-    beta_BTS: Float[Tensor, "B T S"] | None = None,
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    *,
-    rule: Rule = "linear",
-    scale: float | None = None,
-    normalize_qk: bool = False,
-    chunk: int = 64,
-) -> Callable[[slice], Tensor]:
+def weights(call: Call) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A from a slice of S: (B, H, R, S), in memory O(R S).
 
-    The arguments are those of `attend`. The values only say how many heads there are.
+    A does not depend on the state before the tokens, nor on the numbers of the values.
     """
-    inputs = GatedInputs.of(
-        query_BJSD, key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS, key_lengths_B, rule, scale,
-        normalize_qk,
-    )  # fmt: skip
-    exact, rows_of = (
-        score_dtype(query_BJSD.dtype),
-        row_function(inputs, inputs.sums_of(None), chunk),
-    )
+    inputs = _inputs(call)
+    exact = score_dtype(call.query_BJSD.dtype)
+    rows_of = row_function(inputs, inputs.sums_of(None), call.chunk)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         return rows_of(rows).to(exact)
 
     return row_block
+
+
+def _inputs(call: Call) -> GatedInputs:
+    """Returns the tokens of a request."""
+    return GatedInputs.of(
+        call.query_BJSD, call.key_BGSD, call.value_BVSE, call.log_decay_BTSZ, call.beta_BTS,
+        call.key_lengths_B, call.rule, call.scale, call.normalize_qk,
+    )  # fmt: skip
 
 
 def _output(inputs: GatedInputs, dtype: torch.dtype, chunk: int) -> Tensor:
@@ -282,46 +277,42 @@ def _state_weights(inputs: GatedInputs, chunk: int) -> Tensor:
     return run(silent, state_XDD, chunk)
 
 
-def reference(
-    query_BJSD: Tensor,
-    key_BGSD: Tensor,
-    value_BVSE: Tensor,
-    log_decay_BTSZ: Tensor | None = None,
-    beta_BTS: Tensor | None = None,
-    key_lengths_B: Tensor | None = None,
-    past: State | None = None,
-    *,
-    rule: str = "linear",
-    scale: float | None = None,
-    normalize_qk: bool = False,
-    chunk: int = 64,
-    state: str = "exact",
-) -> Gated:
+def reference(call: Call) -> Gated:
     """Computes the same in plain float64 numpy, token by token.
 
     Beside each value the matrix holds a unit vector of the token, and one of its own first rows:
     what a query reads of them are the weights.
     """
-    (B, J, S, D), E = query_BJSD.shape, value_BVSE.shape[3]
-    H = max(J, key_BGSD.shape[1], value_BVSE.shape[1])
+    (B, J, S, D), E = call.query_BJSD.shape, call.value_BVSE.shape[3]
+    H = max(J, call.key_BGSD.shape[1], call.value_BVSE.shape[1])
     read, units = np.zeros((B, H, S, E + S + D)), np.eye(S)
-    new_tokens = key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS
+    new_tokens = call.key_BGSD, call.value_BVSE, call.log_decay_BTSZ, call.beta_BTS
     for b, h in np.ndindex(B, H):
         share = Fraction(h, H)
-        length, sums = S if key_lengths_B is None else int(key_lengths_B[b]), np.zeros((D, E))
-        if past is not None and past.sums is not None:
-            sums = _rows(past.sums, b, share, D)
-        if past is not None and past.tail_length is not None:
-            tail = past.tail_key, past.tail_value, past.tail_log_decay, past.tail_beta
-            for token in _tokens(tail, b, share, int(past.tail_length[b]), rule, normalize_qk):
+        length, sums = (
+            S if call.key_lengths_B is None else int(call.key_lengths_B[b]),
+            np.zeros((D, E)),
+        )
+        if call.past is not None and call.past.sums is not None:
+            sums = _rows(call.past.sums, b, share, D)
+        if call.past is not None and call.past.tail_length is not None:
+            tail = (
+                call.past.tail_key,
+                call.past.tail_value,
+                call.past.tail_log_decay,
+                call.past.tail_beta,
+            )
+            for token in _tokens(
+                tail, b, share, int(call.past.tail_length[b]), call.rule, call.normalize_qk
+            ):
                 sums = _step(sums, *token)
         matrix = np.hstack([sums, np.zeros((D, S)), np.eye(D)])
-        query = _rows(query_BJSD, b, share, length, normalize_qk)
-        tokens = _tokens(new_tokens, b, share, length, rule, normalize_qk)
+        query = _rows(call.query_BJSD, b, share, length, call.normalize_qk)
+        tokens = _tokens(new_tokens, b, share, length, call.rule, call.normalize_qk)
         for i, (key, value, decay, beta) in enumerate(tokens):
             new = np.concatenate([value, units[i], np.zeros(D)])
             matrix = _step(matrix, key, new, decay, beta)
-            read[b, h, i] = (D**-0.5 if scale is None else scale) * query[i] @ matrix
+            read[b, h, i] = (D**-0.5 if call.scale is None else call.scale) * query[i] @ matrix
     output, matrices, rest = (torch.from_numpy(x) for x in np.split(read, [E, E + S], axis=-1))
     return Gated(output, matrices, rest, backend="reference")
 
@@ -355,29 +346,16 @@ def _step(matrix: Any, key: Any, new: Any, decay: Any, beta: Any) -> Any:
     return matrix + np.outer(key, new)
 
 
-def steps(
-    query_BJSD: Tensor,
-    key_BGSD: Tensor,
-    value_BVSE: Tensor,
-    log_decay_BTSZ: Tensor | None = None,
-    beta_BTS: Tensor | None = None,
-    key_lengths_B: Tensor | None = None,
-    *,
-    rule: str = "linear",
-    scale: float | None = None,
-    normalize_qk: bool = False,
-) -> dict[str, Tensor]:
+def steps(call: Call) -> dict[str, Tensor]:
     """Returns the steps by name, from float64 tensors, token by token.
 
     Beside each value the state holds a unit vector of the token: what a query reads of them are
-    the weights. The arguments are those of `attend`.
+    the weights.
     """
-    query, key, value = (
-        query_BJSD,
-        *(zero_padding(x, key_lengths_B) for x in (key_BGSD, value_BVSE)),
-    )
+    query = call.query_BJSD
+    key, value = (zero_padding(x, call.key_lengths_B) for x in (call.key_BGSD, call.value_BVSE))
     found = {"query": query, "key": key, "value": value}
-    if normalize_qk:
+    if call.normalize_qk:
         query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
         found |= {"unit_query": query, "unit_key": key}
     (B, G, S, D), (_, V, _, E) = key.shape, value.shape
@@ -386,11 +364,11 @@ def steps(
     units = torch.eye(S, dtype=value.dtype, device=value.device).expand(B, T, S, S)
     value = torch.cat([value, units], -1)
     decay, beta = key.new_ones(B, T, S, 1), key.new_zeros(B, T, S)
-    if log_decay_BTSZ is not None and rule in _USED_BY["log_decay"]:
-        found["decay"] = decay = zero_padding(log_decay_BTSZ, key_lengths_B).exp()
-    if rule in _USED_BY["beta"]:
-        beta = torch.ones_like(beta) if beta_BTS is None else beta_BTS
-        beta = zero_padding(beta[..., None], key_lengths_B)[..., 0]
+    if call.log_decay_BTSZ is not None and call.rule in _USED_BY["log_decay"]:
+        found["decay"] = decay = zero_padding(call.log_decay_BTSZ, call.key_lengths_B).exp()
+    if call.rule in _USED_BY["beta"]:
+        beta = torch.ones_like(beta) if call.beta_BTS is None else call.beta_BTS
+        beta = zero_padding(beta[..., None], call.key_lengths_B)[..., 0]
         value = beta[..., None] * value
     state, tokens = key.new_zeros(B, T, D, E + S), []
     for t in range(S):
@@ -401,8 +379,9 @@ def steps(
         tokens.append((erased, written, state))
     erased, written, states = (torch.stack(x, 2) for x in zip(*tokens, strict=True))
     queries, read = (x.repeat_interleave(H // x.shape[1], 1) for x in (query, states))
-    output = torch.einsum("bhsd,bhsde->bhse", queries, read) * (D**-0.5 if scale is None else scale)
-    output, weights = zero_padding(output, key_lengths_B).split([E, S], -1)
+    scale = D**-0.5 if call.scale is None else call.scale
+    output = torch.einsum("bhsd,bhsde->bhse", queries, read) * scale
+    output, weights = zero_padding(output, call.key_lengths_B).split([E, S], -1)
     return found | {
         "erased": erased[..., :E], "written": written[..., :E], "state": states[..., :E],
         "weights": weights, "output": output,
@@ -410,33 +389,15 @@ def steps(
 
 
 def backward(
-    grad_output_BHSE: Float[Tensor, "B H S E"],
-    query_BJSD: Float[Tensor, "B J S D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BVSE: Float[Tensor, "B V S E"],
-    log_decay_BTSZ: Float[Tensor, "B T S #Z"] | None = None,
-    beta_BTS: Float[Tensor, "B T S"] | None = None,
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    rule: Rule = "linear",
-    scale: float | None = None,
-    normalize_qk: bool = False,
-    chunk: int = 64,
-    state: Form = "exact",
-    grad_state: State | None = None,
+    call: Call, grad_output_BHSE: Float[Tensor, "B H S E"], grad_state: State | None = None
 ) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), in float64.
 
     With `grad_state`, sum(grad_state.sums * sums of the compact state behind the tokens) is added.
-    The other arguments are those of `attend`.
     """
-    inputs = GatedInputs.of(
-        query_BJSD, key_BGSD, value_BVSE, log_decay_BTSZ, beta_BTS, key_lengths_B, rule, scale,
-        normalize_qk,
-    )  # fmt: skip
-    found = gradients_from(inputs, past, grad_output_BHSE, grad_state, chunk)
-    given = {"log_decay": log_decay_BTSZ, "beta": beta_BTS}
+    inputs = _inputs(call)
+    found = gradients_from(inputs, call.past, grad_output_BHSE, grad_state, call.chunk)
+    given = {"log_decay": call.log_decay_BTSZ, "beta": call.beta_BTS}
     unused = {
         n: torch.zeros_like(x, dtype=torch.float64)
         for n, x in given.items()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -204,84 +205,81 @@ def flops(sizes: Mapping[str, int]) -> int:
     return 2 * B * D * (E + 1) * (G * S + H * L)
 
 
-def attend(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    causal: Causal = False,
-    query_offset: QueryOffset = 0,
-    normalize: Annotated[
-        bool, Field(description="If true, each row is divided by its sum.")
-    ] = True,
-    chunk: Chunk = 64,
-    state: Form = "exact",
-    outputs: frozenset[str],
-) -> Linear:
-    """Computes linear attention.
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A request for linear attention.
 
-    Args:
+    Attributes:
         query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
         key_lengths_B: keys at and after this position are padding.
         past: the state behind the tokens before these, which are then `causal` and as many queries
             as keys. Sums alone are compact.
         causal, query_offset, normalize, chunk, state: see their descriptions.
-        outputs: the names of the outputs to return: "output", "weights", "state".
     """
-    (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
-    if past is not None or "state" in outputs:
-        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, normalize=normalize)
-        found, weights = run_from(new, past, chunk, state), None
+
+    query_BHLD: Float[Tensor, "B H L D"]
+    key_BGSD: Float[Tensor, "B G S D"]
+    value_BGSE: Float[Tensor, "B G S E"]
+    key_lengths_B: Int64[Tensor, "B"] | None = None
+    past: State | None = None
+    _: KW_ONLY
+    causal: Causal = False
+    query_offset: QueryOffset = 0
+    normalize: Annotated[bool, Field(description="If true, each row is divided by its sum.")] = True
+    chunk: Chunk = 64
+    state: Form = "exact"
+
+
+def attend(call: Call, outputs: frozenset[str]) -> Linear:
+    """Computes linear attention.
+
+    `outputs` are the names of the outputs to return: "output", "weights", "state".
+    """
+    (B, H, L, _), S, dtype = call.query_BHLD.shape, call.key_BGSD.shape[2], call.query_BHLD.dtype
+    if call.past is not None or "state" in outputs:
+        new = _tokens(call, call.value_BGSE)
+        found, weights = run_from(new, call.past, call.chunk, call.state), None
         if "weights" in outputs:
-            weights = rows_behind(new, past, chunk)(slice(0, L)).to(score_dtype(dtype))
+            weights = rows_behind(new, call.past, call.chunk)(slice(0, L)).to(score_dtype(dtype))
         return Linear(found.output_BHSE, weights, State(**found.fields), found.notes)
-    padding = padding_mask(S, key_lengths_B)
-    features = _Features.of(query_BHLD, key_BGSD, padding)
-    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
+    padding = padding_mask(S, call.key_lengths_B)
+    features = _Features.of(call.query_BHLD, call.key_BGSD, padding)
+    offsets = _offsets(call)
     output = weights = None
     if "output" in outputs:
-        output = _output(features, value_BGSE, padding, offsets, normalize).to(dtype)
+        output = _output(features, call.value_BGSE, padding, offsets, call.normalize).to(dtype)
     if "weights" in outputs:
         weights, features = (
-            query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype)),
+            call.query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype)),
             features.with_phi_applied(),
         )
         for rows in row_blocks(L, B * H * S, _ELEMENTS):
-            weights[:, :, rows] = _block(features, rows, offsets, normalize)
+            weights[:, :, rows] = _block(features, rows, offsets, call.normalize)
     return Linear(output, weights)
 
 
-def weights(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    normalize: bool = True,
-    chunk: int = 64,
-) -> Callable[[slice], Tensor]:
-    """Returns a function that computes rows of A from a slice of L: (B, H, R, S), in memory O(R S).
-
-    The arguments are those of `attend`.
-    """
-    (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
-    exact = score_dtype(query_BHLD.dtype)
-    if past is not None:
-        new = _tokens(query_BHLD, key_BGSD, key_BGSD[..., :0], key_lengths_B, normalize=normalize)
-        behind = rows_behind(new, past, chunk)
+def weights(call: Call) -> Callable[[slice], Tensor]:
+    """Returns a function that computes rows of A, (B, H, R, S), in memory O(R S)."""
+    S = call.key_BGSD.shape[2]
+    exact = score_dtype(call.query_BHLD.dtype)
+    if call.past is not None:
+        new = _tokens(call, call.key_BGSD[..., :0])
+        behind = rows_behind(new, call.past, call.chunk)
         return lambda rows: behind(rows).to(exact)
-    features = _Features.of(query_BHLD, key_BGSD, padding_mask(S, key_lengths_B))
+    features = _Features.of(call.query_BHLD, call.key_BGSD, padding_mask(S, call.key_lengths_B))
     features = features.with_phi_applied()
-    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
+    offsets = _offsets(call)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-        return _block(features, rows, offsets, normalize).to(exact)
+        return _block(features, rows, offsets, call.normalize).to(exact)
 
     return row_block
+
+
+def _offsets(call: Call) -> list[int] | None:
+    """Returns each item's position of the first query; None if every query sees every key."""
+    (B, _, L, _), S = call.query_BHLD.shape, call.key_BGSD.shape[2]
+    return item_offsets(B, L, S, call.key_lengths_B, call.causal, call.query_offset)
 
 
 def _token_features(tokens: SummedTokens, _before: Sums) -> Features:
@@ -293,7 +291,10 @@ def _token_features(tokens: SummedTokens, _before: Sums) -> Features:
     return Features(query, key, certain_BC1=_TINY)
 
 
-_tokens: Final = partial(SummedTokens.of, features=_token_features)
+def _tokens(call: Call, value_BGSE: Tensor) -> SummedTokens:
+    """Returns the tokens of a request with a state, and with these values."""
+    tensors = (call.query_BHLD, call.key_BGSD, value_BGSE, call.key_lengths_B)
+    return SummedTokens.of(*tensors, features=_token_features, normalize=call.normalize)
 
 
 def _least_product(query: Tensor, key: Tensor) -> Number | None:
@@ -430,21 +431,11 @@ def _block(features: _Features, rows: slice, offsets: list[int] | None, normaliz
     return block.flatten(1, 2)
 
 
-def reference(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_lengths_B: Tensor | None = None,
-    past: State | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    normalize: bool = True,
-    chunk: int = 64,
-    state: str = "exact",
-) -> Linear:
+def reference(call: Call) -> Linear:
     """Computes the same in plain float64 numpy, one head at a time, as in a textbook."""
-    query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
+    query, key, value = (
+        x.double().numpy() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE)
+    )
     (B, H, L, D), (_, G, S, _), E = query.shape, key.shape, value.shape[-1]
 
     def phi(x: np.ndarray) -> np.ndarray:
@@ -452,58 +443,45 @@ def reference(
 
     weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, E))
     for b, h in np.ndindex(B, H):
-        valid, g = S if key_lengths_B is None else int(key_lengths_B[b]), h * G // H
-        before = HeadState.of(past, (b, g), D, D, E)
+        valid, g = S if call.key_lengths_B is None else int(call.key_lengths_B[b]), h * G // H
+        before = HeadState.of(call.past, (b, g), D, D, E)
         keys = np.concatenate([before.key_CD, key[b, g, :valid]])
         values = np.concatenate([before.value_CE, value[b, g, :valid]])
         first, shared = len(before.key_CD), phi(query[b, h]) @ before.sums_FW
         a = phi(query[b, h]) @ phi(keys).T
-        if causal:
-            offset = valid - L if query_offset == "end" else query_offset
+        if call.causal:
+            offset = valid - L if call.query_offset == "end" else call.query_offset
             a = np.where(np.arange(first + valid) <= np.arange(L)[:, None] + first + offset, a, 0)
-        if normalize:
+        if call.normalize:
             total = a.sum(1, keepdims=True) + shared[:, -1:]
             a, shared = (x / np.where(total == 0, 1, total) for x in (a, shared))
         weights[b, h, :, :valid] = a[:, first:]
         output[b, h] = a @ values + shared[:, :-1]
-        if past is not None:
+        if call.past is not None:
             output[b, h, valid:] = weights[b, h, valid:] = 0.0
     return Linear(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
 
 
-def steps(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_lengths_B: Tensor | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    normalize: bool = True,
-) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights.
-
-    The arguments are those of `attend`.
-    """
-    key, value = (zero_padding(x, key_lengths_B) for x in (key_BGSD, value_BGSE))
-    query_phi, key_phi = (
-        torch.where(x > 0, x + 1, x.clamp(max=0).exp()) for x in (query_BHLD, key)
-    )
-    key_phi = zero_padding(key_phi, key_lengths_B)
-    seen_BLS, _ = seen_keys(query_BHLD, key, key_lengths_B, causal, query_offset)
-    products = query_phi @ per_query_head(key_phi, query_BHLD).mT * seen_BLS[:, None]
+def steps(call: Call) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights."""
+    query = call.query_BHLD
+    key, value = (zero_padding(x, call.key_lengths_B) for x in (call.key_BGSD, call.value_BGSE))
+    query_phi, key_phi = (torch.where(x > 0, x + 1, x.clamp(max=0).exp()) for x in (query, key))
+    key_phi = zero_padding(key_phi, call.key_lengths_B)
+    seen_BLS, _ = seen_keys(query, key, call.key_lengths_B, call.causal, call.query_offset)
+    products = query_phi @ per_query_head(key_phi, query).mT * seen_BLS[:, None]
     seen = seen_BLS.double()
     value_sums = torch.einsum("bls,bgsd,bgse->bglde", seen, key_phi, value)
     feature_sums = torch.einsum("bls,bgsd->bgld", seen, key_phi)
-    shared_BHLD, shared_BHLDE = (per_query_head(x, query_BHLD) for x in (feature_sums, value_sums))
+    shared_BHLD, shared_BHLDE = (per_query_head(x, query) for x in (feature_sums, value_sums))
     output = numerators = torch.einsum("bhld,bhlde->bhle", query_phi, shared_BHLDE)
     row_sums, weights = products.sum(-1), products
-    if normalize:
+    if call.normalize:
         denominators = (query_phi * shared_BHLD).sum(-1, keepdim=True)
         output = numerators / denominators.masked_fill(denominators == 0, 1.0)
         weights = products / row_sums.masked_fill(row_sums == 0, 1.0)[..., None]
     return {
-        "query": query_BHLD, "key": key, "value": value, "query_features": query_phi,
+        "query": query, "key": key, "value": value, "query_features": query_phi,
         "key_features": key_phi, "products": products, "row_sums": row_sums, "weights": weights,
         "value_sums": value_sums, "feature_sums": feature_sums, "numerators": numerators,
         "output": output,
@@ -511,36 +489,25 @@ def steps(
 
 
 def backward(
-    grad_output_BHLE: Float[Tensor, "B H L E"],
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    normalize: bool = True,
-    chunk: int = 64,
-    state: Form = "exact",
-    grad_state: State | None = None,
+    call: Call, grad_output_BHLE: Float[Tensor, "B H L E"], grad_state: State | None = None
 ) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), in float64.
 
     They are sums over keys that all queries share, and sums over queries that all keys share
-    (Katharopoulos et al., arXiv:2006.16236, section 3.3.1, with the division that it omits). The
-    arguments are those of `attend`, and `grad_state` as `gradients_from` takes it.
+    (Katharopoulos et al., arXiv:2006.16236, section 3.3.1, with the division that it omits).
+    `grad_state` is as `gradients_from` takes it.
     """
-    if past is not None or grad_state is not None:
-        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, normalize=normalize)
-        return gradients_from(new, past, grad_output_BHLE, grad_state, chunk)
-    (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
+    if call.past is not None or grad_state is not None:
+        new = _tokens(call, call.value_BGSE)
+        return gradients_from(new, call.past, grad_output_BHLE, grad_state, call.chunk)
     backward = partial(
-        _gradients if normalize else _gradients_of_sums,
-        padding_BS=padding_mask(S, key_lengths_B),
-        offsets=item_offsets(B, L, S, key_lengths_B, causal, query_offset),
+        _gradients if call.normalize else _gradients_of_sums,
+        padding_BS=padding_mask(call.key_BGSD.shape[2], call.key_lengths_B),
+        offsets=_offsets(call),
     )
-    return gradients_by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
+    return gradients_by_heads(
+        backward, grad_output_BHLE, call.query_BHLD, call.key_BGSD, call.value_BGSE
+    )
 
 
 def _gradients(

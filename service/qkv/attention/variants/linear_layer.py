@@ -8,6 +8,7 @@ Cost: O(B I O) time; O(B O) memory, and O(B I O) if the values are requested.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -106,52 +107,54 @@ def flops(sizes: Mapping[str, int]) -> int:
     return 2 * sizes["B"] * sizes["I"] * sizes["O"]
 
 
-def attend(
-    x_BI: Float[Tensor, "B I"],
-    weight_OI: Float[Tensor, "O I"],
-    *,
-    outputs: frozenset[str],
-) -> LinearLayer:
-    """Applies the layer and returns the terms of its attention.
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A request for the terms of a linear layer.
 
-    Args:
+    Attributes:
         x_BI: inputs; the I input features are the keys.
         weight_OI: the layer's weight as in nn.Linear, O output features by I, for all items.
-        outputs: the names of the outputs to return: "output", "weights", "value", "scores",
-            "query", "key". query is 1 and key is log |x|, both of width 1, so that
-            softmax(query key^T) is the weights. scores is log weights. Where x is 0, key and scores
-            are -inf.
     """
-    exact = score_dtype(x_BI.dtype)
+
+    x_BI: Float[Tensor, "B I"]
+    weight_OI: Float[Tensor, "O I"]
+
+
+def attend(call: Call, outputs: frozenset[str]) -> LinearLayer:
+    """Applies the layer and returns the terms of its attention.
+
+    `outputs` are the names of the outputs to return: "output", "weights", "value", "scores",
+    "query", "key". query is 1 and key is log |x|, both of width 1, so that softmax(query key^T)
+    is the weights. scores is log weights. Where x is 0, key and scores are -inf.
+    """
+    x, exact = call.x_BI, score_dtype(call.x_BI.dtype)
     output = weights = value = scores = query = key = None
     if "output" in outputs:
-        output = _product(x_BI, weight_OI, exact).to(x_BI.dtype)
+        output = _product(x, call.weight_OI, exact).to(x.dtype)
     if outputs & {"weights", "value", "scores", "key"}:
-        shares = _Shares.of(x_BI)
+        shares = _Shares.of(x)
         if "weights" in outputs:
             weights = shares.weights().to(exact)
         if "value" in outputs:
-            value = _value(x_BI, weight_OI, shares, exact)
+            value = _value(x, call.weight_OI, shares, exact)
         if "scores" in outputs:
             scores = shares.scores().to(exact)
         if "key" in outputs:
             key = shares.size_BI.log().to(exact)[..., None]
     if "query" in outputs:
-        query = x_BI.new_ones(len(x_BI), 1, dtype=exact)
+        query = x.new_ones(len(x), 1, dtype=exact)
     return LinearLayer(output, weights, value, scores, query, key)
 
 
-def weights(
-    x_BI: Float[Tensor, "B I"],
-) -> Callable[[slice], Tensor]:
+def weights(call: Call) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A from a slice of B: (R, I).
 
     Each item of the batch is one row.
     """
-    exact = score_dtype(x_BI.dtype)
+    exact = score_dtype(call.x_BI.dtype)
 
     def row_block(rows: slice) -> Float32[Tensor, "R I"] | Float64[Tensor, "R I"]:
-        return _Shares.of(x_BI[rows]).weights().to(exact)
+        return _Shares.of(call.x_BI[rows]).weights().to(exact)
 
     return row_block
 
@@ -213,9 +216,9 @@ def _value(x_BI: Tensor, weight_OI: Tensor, shares: _Shares, exact: torch.dtype)
     return value
 
 
-def reference(x_BI: Tensor, weight_OI: Tensor) -> LinearLayer:
+def reference(call: Call) -> LinearLayer:
     """Computes the same in plain float64 numpy, one item at a time."""
-    x, weight = x_BI.double().numpy(), weight_OI.double().numpy()
+    x, weight = call.x_BI.double().numpy(), call.weight_OI.double().numpy()
     (B, width), out = x.shape, len(weight)
     weights, value, output = np.zeros((B, width)), np.zeros((B, width, out)), np.zeros((B, out))
     for b in range(B):
@@ -237,29 +240,26 @@ def reference(x_BI: Tensor, weight_OI: Tensor) -> LinearLayer:
     )
 
 
-def steps(x_BI: Tensor, weight_OI: Tensor) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors. The arguments are those of `attend`."""
-    sizes, row_sums = x_BI.abs(), x_BI.abs().sum(-1, keepdim=True)
+def steps(call: Call) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors."""
+    x = call.x_BI
+    sizes, row_sums = x.abs(), x.abs().sum(-1, keepdim=True)
     weights = sizes / row_sums.masked_fill(row_sums == 0, 1.0)
-    value = (row_sums * x_BI.sign())[..., None] * weight_OI.mT
+    value = (row_sums * x.sign())[..., None] * call.weight_OI.mT
     terms = weights[..., None] * value
     return {
-        "x": x_BI, "sizes": sizes, "row_sums": row_sums[:, 0], "weights": weights, "value": value,
+        "x": x, "sizes": sizes, "row_sums": row_sums[:, 0], "weights": weights, "value": value,
         "terms": terms, "output": terms.sum(-2),
     }  # fmt: skip
 
 
-def backward(
-    grad_output_BO: Float[Tensor, "B O"],
-    x_BI: Float[Tensor, "B I"],
-    weight_OI: Float[Tensor, "O I"],
-) -> dict[str, Tensor]:
+def backward(call: Call, grad_output_BO: Float[Tensor, "B O"]) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), in the scores' dtype.
 
     dx = dY W and dW = dY^T x.
     """
-    exact = score_dtype(x_BI.dtype)
+    exact = score_dtype(call.x_BI.dtype)
     return {
-        "x": _product(grad_output_BO, weight_OI.mT, exact),
-        "weight": _product(grad_output_BO.mT, x_BI.mT, exact, shared=True),
+        "x": _product(grad_output_BO, call.weight_OI.mT, exact),
+        "weight": _product(grad_output_BO.mT, call.x_BI.mT, exact, shared=True),
     }

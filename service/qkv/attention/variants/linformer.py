@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
@@ -139,63 +140,64 @@ def random_inputs(
     return {"key_projection_RN": E_RS, "value_projection_RN": F_RS}
 
 
-def attend(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    key_projection_RN: Float[Tensor, "R N"] | None = None,
-    value_projection_RN: Float[Tensor, "R N"] | None = None,
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    *,
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A request for Linformer attention.
+
+    Attributes:
+        query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
+        key_projection_RN, value_projection_RN: E and F for at most N keys; a shorter sequence takes
+            the first S columns.
+        key_lengths_B: keys at and after this position are padding, and enter no mixture.
+        scale, rank, seed: see their descriptions.
+    """
+
+    query_BHLD: Float[Tensor, "B H L D"]
+    key_BGSD: Float[Tensor, "B G S D"]
+    value_BGSE: Float[Tensor, "B G S E"]
+    key_projection_RN: Float[Tensor, "R N"] | None = None
+    value_projection_RN: Float[Tensor, "R N"] | None = None
+    key_lengths_B: Int64[Tensor, "B"] | None = None
+    _: KW_ONLY
     scale: Annotated[
         Annotated[float, Field(ge=-1e9, le=1e9)] | None,
         Field(description="Factor of the scores. By default 1/sqrt(D)."),
-    ] = None,
+    ] = None
     rank: Annotated[
         Annotated[int, Field(ge=1, le=65536)] | None,
         Field(
             description="The number of key mixtures of a random projection. By default the rank "
             "of the other projection. Without one, S but at most 256."
         ),
-    ] = None,
+    ] = None
     seed: Annotated[
         int, Field(ge=0, lt=2**64, description="Seed of projections that the request omits.")
-    ] = 0,
-    outputs: frozenset[str],
-) -> Linformer:
+    ] = 0
+
+
+def attend(call: Call, outputs: frozenset[str]) -> Linformer:
     """Computes Linformer attention.
 
     A projection that the request omits is random: normal with variance 1/R, rounded to the dtype of
     the request. For equal rank and seed, the projection of a shorter sequence is the first columns
     of that of a longer one.
 
-    Args:
-        query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
-        key_projection_RN, value_projection_RN: E and F for at most N keys; a shorter sequence takes
-            the first S columns.
-        key_lengths_B: keys at and after this position are padding, and enter no mixture.
-        scale, rank, seed: see their descriptions.
-        outputs: the names of the outputs to return: "output", "weights", "map" (P).
+    `outputs` are the names of the outputs to return: "output", "weights", "map" (P).
     """
-    (B, H, L, D), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
-    exact, padding = score_dtype(dtype), padding_mask(S, key_lengths_B)
-    key, value = mask_padding(padding, key_BGSD), mask_padding(padding, value_BGSE)
-    E_RS, F_RS = _projections(key, key_projection_RN, value_projection_RN, rank, seed)
-    scale = D**-0.5 if scale is None else scale
+    (B, H, L, _), S, query = call.query_BHLD.shape, call.key_BGSD.shape[2], call.query_BHLD
+    dtype, scale = query.dtype, _scale(call)
+    exact, padding = score_dtype(dtype), padding_mask(S, call.key_lengths_B)
+    key, value = mask_padding(padding, call.key_BGSD), mask_padding(padding, call.value_BGSE)
+    E_RS, F_RS = _projections_of(call)
     if outputs == {"output"} and not are_wide():
         # an overflow here is inf or NaN in a mixture, for which the fused kernel does not run
-        fused = softmax.attend(
-            query_BHLD.to(exact),
-            E_RS.to(exact) @ key.to(exact),
-            F_RS.to(exact) @ value.to(exact),
-            scale=scale,
-            outputs=outputs,
-        )
+        mixed = (E_RS.to(exact) @ key.to(exact), F_RS.to(exact) @ value.to(exact))
+        fused = softmax.attend(softmax.Call(query.to(exact), *mixed, scale=scale), outputs)
         if fused.backend == "sdpa":
             assert fused.output is not None
             return Linformer(fused.output.to(dtype), backend=fused.backend)
-    path = Path.of(query_BHLD, key, value, E_RS, F_RS, scale)
-    scores = path.scores(query_BHLD, key, E_RS, scale)
+    path = Path.of(query, key, value, E_RS, F_RS, scale)
+    scores = path.scores(query, key, E_RS, scale)
     mixed_value, exponents = path.mixed(F_RS, value) if "output" in outputs else (value, None)
     R = len(E_RS)
     output = value.new_zeros(B, H, L, value.shape[-1], dtype=dtype) if "output" in outputs else None
@@ -212,32 +214,33 @@ def attend(
     return Linformer(output, weights, whole_map)
 
 
-def weights(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    key_projection_RN: Float[Tensor, "R N"] | None = None,
-    value_projection_RN: Float[Tensor, "R N"] | None = None,
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    *,
-    scale: float | None = None,
-    rank: int | None = None,
-    seed: int = 0,
-) -> Callable[[slice], Tensor]:
+def weights(call: Call) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A from a slice of L: (B, H, rows, S).
 
-    It takes memory O(rows S) beside the projections. The arguments are those of `attend`.
+    It takes memory O(rows S) beside the projections.
     """
-    padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
-    key, exact = mask_padding(padding, key_BGSD), score_dtype(query_BHLD.dtype)
-    E_RS, F_RS = _projections(key, key_projection_RN, value_projection_RN, rank, seed)
-    scale = query_BHLD.shape[-1] ** -0.5 if scale is None else scale
-    path = Path.of(query_BHLD, key, None, E_RS, F_RS, scale)
-    scores, F_RS = path.scores(query_BHLD, key, E_RS, scale), F_RS.to(path.dtype)
+    padding = padding_mask(call.key_BGSD.shape[2], call.key_lengths_B)
+    key, exact = mask_padding(padding, call.key_BGSD), score_dtype(call.query_BHLD.dtype)
+    E_RS, F_RS = _projections_of(call)
+    scale = _scale(call)
+    path = Path.of(call.query_BHLD, key, None, E_RS, F_RS, scale)
+    scores, F_RS = path.scores(call.query_BHLD, key, E_RS, scale), F_RS.to(path.dtype)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H rows S"] | Float64[Tensor, "B H rows S"]:
         return path.weights(scores.block(rows).weights, F_RS, padding).to(exact)
 
     return row_block
+
+
+def _scale(call: Call) -> float:
+    return call.query_BHLD.shape[-1] ** -0.5 if call.scale is None else call.scale
+
+
+def _projections_of(call: Call) -> tuple[Tensor, Tensor]:
+    """Returns E and F of a request, both (R, S)."""
+    return _projections(
+        call.key_BGSD, call.key_projection_RN, call.value_projection_RN, call.rank, call.seed
+    )
 
 
 def _projections(
@@ -268,38 +271,33 @@ def _random_projection(stream: int, R: int, seed: int, key_BGSD: Tensor) -> Tens
     return projection_RS.to(key_BGSD.device, non_blocking=True)
 
 
-def reference(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_projection_RN: Tensor | None = None,
-    value_projection_RN: Tensor | None = None,
-    key_lengths_B: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    rank: int | None = None,
-    seed: int = 0,
-) -> Linformer:
+def reference(call: Call) -> Linformer:
     """Computes the same in plain float64 numpy, one head at a time, as in the paper."""
-    query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
+    query, key, value = (
+        x.double().numpy() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE)
+    )
     (B, H, L, D), (_, G, S, _) = query.shape, key.shape
-    sent = [p for p in (key_projection_RN, value_projection_RN) if p is not None]
-    r = len(sent[0]) if sent else rank or min(S, 256)
+    sent = [p for p in (call.key_projection_RN, call.value_projection_RN) if p is not None]
+    r = len(sent[0]) if sent else call.rank or min(S, 256)
 
     def projection(tensor: Tensor | None, stream: int) -> np.ndarray:
         if tensor is not None:
             return tensor.double().numpy()[:, :S]
-        bits = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64))
+        bits = np.random.Philox(key=np.array([call.seed, stream], dtype=np.uint64))
         normal = np.random.Generator(bits).normal(0, 1, (S, r)).T / np.sqrt(r)
-        return np.asarray(torch.from_numpy(normal).to(query_BHLD.dtype).double())
+        return np.asarray(torch.from_numpy(normal).to(call.query_BHLD.dtype).double())
 
-    E, F = projection(key_projection_RN, 0), projection(value_projection_RN, 1)
+    E, F = projection(call.key_projection_RN, 0), projection(call.value_projection_RN, 1)
     output = np.zeros((B, H, L, value.shape[-1]))
     weights, maps = np.zeros((B, H, L, S)), np.zeros((B, H, L, r))
     for b, h in np.ndindex(B, H):
-        valid = S if key_lengths_B is None else int(key_lengths_B[b])
+        valid = S if call.key_lengths_B is None else int(call.key_lengths_B[b])
         k, v = key[b, h * G // H, :valid], value[b, h * G // H, :valid]
-        s = query[b, h] @ (E[:, :valid] @ k).T * (1 / np.sqrt(D) if scale is None else scale)
+        s = (
+            query[b, h]
+            @ (E[:, :valid] @ k).T
+            * (1 / np.sqrt(D) if call.scale is None else call.scale)
+        )
         p = np.exp(s - s.max(-1, keepdims=True))
         maps[b, h] = p = p / p.sum(-1, keepdims=True)
         weights[b, h, :, :valid] = p @ F[:, :valid]
@@ -308,69 +306,46 @@ def reference(
     return Linformer(output_BHLE, weights_BHLS, map_BHLR, backend="reference")
 
 
-def steps(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_projection_RN: Tensor,
-    value_projection_RN: Tensor,
-    key_lengths_B: Tensor | None = None,
-    *,
-    scale: float | None = None,
-) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors, with both projections.
-
-    The arguments are those of `attend`.
-    """
-    key, value = (zero_padding(x, key_lengths_B) for x in (key_BGSD, value_BGSE))
+def steps(call: Call) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors, with both projections."""
+    key, value = (zero_padding(x, call.key_lengths_B) for x in (call.key_BGSD, call.value_BGSE))
     B, S = len(key), key.shape[2]
+    assert call.key_projection_RN is not None
+    assert call.value_projection_RN is not None
     E_BRS, F_BRS = (
-        zero_padding(p[:, :S].mT.expand(B, 1, S, -1), key_lengths_B)[:, 0].mT
-        for p in (key_projection_RN, value_projection_RN)
+        zero_padding(p[:, :S].mT.expand(B, 1, S, -1), call.key_lengths_B)[:, 0].mT
+        for p in (call.key_projection_RN, call.value_projection_RN)
     )
     mixed_key, mixed_value = E_BRS[:, None] @ key, F_BRS[:, None] @ value
-    scores = query_BHLD @ per_query_head(mixed_key, query_BHLD).mT
-    scaled = scores * (query_BHLD.shape[-1] ** -0.5 if scale is None else scale)
+    scores = call.query_BHLD @ per_query_head(mixed_key, call.query_BHLD).mT
+    scaled = scores * (call.query_BHLD.shape[-1] ** -0.5 if call.scale is None else call.scale)
     averages = scaled.softmax(-1)
     return {
-        "query": query_BHLD, "key": key, "value": value, "key_projection": E_BRS,
+        "query": call.query_BHLD, "key": key, "value": value, "key_projection": E_BRS,
         "value_projection": F_BRS, "mixed_key": mixed_key, "mixed_value": mixed_value,
         "scores": scores, "scaled": scaled, "map": averages, "weights": averages @ F_BRS[:, None],
-        "output": averages @ per_query_head(mixed_value, query_BHLD),
+        "output": averages @ per_query_head(mixed_value, call.query_BHLD),
     }  # fmt: skip
 
 
 def backward(
-    grad_output_BHLE: Float[Tensor, "B H L E"],
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    key_projection_RN: Float[Tensor, "R N"] | None = None,
-    value_projection_RN: Float[Tensor, "R N"] | None = None,
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    *,
-    scale: float | None = None,
-    rank: int | None = None,
-    seed: int = 0,
+    call: Call, grad_output_BHLE: Float[Tensor, "B H L E"]
 ) -> dict[str, Float64[Tensor, "..."]]:
     """Returns the gradients of sum(grad_output * output), in float64, by the names of the inputs.
 
     There is one for query, key, value and each projection of the request, in its shape. Padding and
     columns beyond S get zeros. Products are plain: float64 inputs near the end of the range may
-    overflow. The arguments are those of `attend`.
+    overflow.
     """
-    (L, D), S = query_BHLD.shape[2:], key_BGSD.shape[2]
-    padding = padding_mask(S, key_lengths_B)
-    E_RS, F_RS = (
-        p.double()
-        for p in _projections(key_BGSD, key_projection_RN, value_projection_RN, rank, seed)
-    )
-    query = query_BHLD.double()
+    L, S = call.query_BHLD.shape[2], call.key_BGSD.shape[2]
+    padding = padding_mask(S, call.key_lengths_B)
+    E_RS, F_RS = (p.double() for p in _projections_of(call))
+    query = call.query_BHLD.double()
     key, value = (
-        mask_padding(padding, key_BGSD).double(),
-        mask_padding(padding, value_BGSE).double(),
+        mask_padding(padding, call.key_BGSD).double(),
+        mask_padding(padding, call.value_BGSE).double(),
     )
-    scale = D**-0.5 if scale is None else scale
+    scale = _scale(call)
     scores = Path.of(query, key, value, E_RS, F_RS, scale).scores(query, key, E_RS, scale)
     mixed_key, mixed_value = E_RS @ key, F_RS @ value
     query_grad = torch.zeros_like(query)
@@ -390,8 +365,8 @@ def backward(
         "value": mask_padding(padding, F_RS.mT @ value_grad),
     }
     for name, projection, mixed_grad, tensor in (
-        ("key_projection", key_projection_RN, key_grad, key),
-        ("value_projection", value_projection_RN, value_grad, value),
+        ("key_projection", call.key_projection_RN, key_grad, key),
+        ("value_projection", call.value_projection_RN, value_grad, value),
     ):
         if projection is not None:
             grads[name] = torch.zeros_like(projection, dtype=torch.float64)

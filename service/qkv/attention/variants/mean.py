@@ -8,6 +8,7 @@ Cost: O(S E) time by cumsum, O(S^2 E) by the other methods; O(S E) memory by all
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -116,18 +117,28 @@ def score_count(sizes: Mapping[str, int], parameters: Any) -> int:
     return rows * sizes["E"] if parameters.method == "loop" else rows
 
 
-def attend(
-    value_BHSE: Float[Tensor, "B H S E"],
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A request for an average of values.
+
+    Attributes:
+        value_BHSE: the values.
+        key_lengths_B: values at and after this position are padding, and in no average.
+        past: the state behind the tokens before these. Sums alone are compact.
+        causal, normalize, method, chunk, state: see their descriptions.
+    """
+
+    value_BHSE: Float[Tensor, "B H S E"]
+    key_lengths_B: Int64[Tensor, "B"] | None = None
+    past: State | None = None
+    _: KW_ONLY
     causal: Annotated[
         bool,
         Field(description="If true, a row averages the values up to it, otherwise all values."),
-    ] = True,
+    ] = True
     normalize: Annotated[
         bool, Field(description="If true, sums are divided by the number of values.")
-    ] = True,
+    ] = True
     method: Annotated[
         _Method,
         Field(
@@ -135,81 +146,69 @@ def attend(
             "cumsum: a running sum. loop: a loop over rows. matmul: a product with a triangle of "
             "ones. softmax: a product with the softmax of masked zeros."
         ),
-    ] = "cumsum",
-    chunk: Chunk = 64,
-    state: Form = "exact",
-    outputs: frozenset[str],
-) -> Mean:
+    ] = "cumsum"
+    chunk: Chunk = 64
+    state: Form = "exact"
+
+
+def attend(call: Call, outputs: frozenset[str]) -> Mean:
     """Averages the values up to each row, or all of them.
 
-    Args:
-        value_BHSE: the values.
-        key_lengths_B: values at and after this position are padding, and in no average.
-        past: the state behind the tokens before these. Sums alone are compact.
-        causal, normalize, method, chunk, state: see their descriptions.
-        outputs: the names of the outputs to return: "output", "weights", "state".
+    `outputs` are the names of the outputs to return: "output", "weights", "state".
     """
-    weights = None
-    if past is not None or "state" in outputs:
-        new = _tokens(value_BHSE, key_lengths_B, normalize)
-        found = run_from(new, past, chunk, state)
+    value, lengths_B, weights = call.value_BHSE, call.key_lengths_B, None
+    exact = score_dtype(value.dtype)
+    if call.past is not None or "state" in outputs:
+        new = _tokens(call, value)
+        found = run_from(new, call.past, call.chunk, call.state)
         if "weights" in outputs:
-            rows = slice(0, value_BHSE.shape[2])
-            weights = rows_behind(new, past, chunk)(rows).to(score_dtype(value_BHSE.dtype))
+            rows = slice(0, value.shape[2])
+            weights = rows_behind(new, call.past, call.chunk)(rows).to(exact)
         return Mean(found.output_BHSE, weights, State(**found.fields))
     if "weights" in outputs:
-        (B, H, S, _), lengths_B = value_BHSE.shape, _lengths(value_BHSE, key_lengths_B)
-        weights = value_BHSE.new_empty(B, H, S, S, dtype=score_dtype(value_BHSE.dtype))
+        B, H, S, _ = value.shape
+        weights, every_B = value.new_empty(B, H, S, S, dtype=exact), _lengths(value, lengths_B)
         for rows in row_blocks(S, B * S, _BLOCK_ELEMENTS):
-            weights[:, :, rows] = _weights(lengths_B, rows, S, causal, normalize, "matmul")
+            weights[:, :, rows] = _weights(every_B, rows, S, call.causal, call.normalize, "matmul")
     if "output" not in outputs:
-        return Mean(None, weights, backend=method)
-    if key_lengths_B is not None:
-        value_BHSE = mask_padding(padding_mask(value_BHSE.shape[2], key_lengths_B), value_BHSE)
-    make = _METHODS[method]
-    if normalize and value_BHSE.dtype == torch.float64:
-        S, largest = value_BHSE.shape[2], largest_size(value_BHSE)
+        return Mean(None, weights, backend=call.method)
+    value = mask_padding(padding_mask(value.shape[2], lengths_B), value)
+    make = _METHODS[call.method]
+    if call.normalize and value.dtype == torch.float64:
+        S, largest = value.shape[2], largest_size(value)
         if occurs(largest > 1e300 / S):
             # neither a partial sum nor an average that rounds up may overflow
             room = 2.0 ** (S.bit_length() + 1)
-            mean = make(value_BHSE / room, key_lengths_B, causal, normalize)
+            mean = make(value / room, lengths_B, call.causal, call.normalize)
             bound = float(largest) / room
-            return Mean(mean.clamp(-bound, bound) * room, weights, backend=method)
-    return Mean(make(value_BHSE, key_lengths_B, causal, normalize), weights, backend=method)
+            return Mean(mean.clamp(-bound, bound) * room, weights, backend=call.method)
+    output = make(value, lengths_B, call.causal, call.normalize)
+    return Mean(output, weights, backend=call.method)
 
 
-def weights(
-    value_BHSE: Float[Tensor, "B H S E"],
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    causal: bool = True,
-    normalize: bool = True,
-    method: str = "cumsum",
-    chunk: int = 64,
-) -> Callable[[slice], Tensor]:
+def weights(call: Call) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A from a slice of S: (B, H, R, S), in memory O(R S).
 
-    A does not depend on the method. The arguments are those of `attend`.
+    A does not depend on the method.
     """
-    B, H, S, _ = value_BHSE.shape
-    exact = score_dtype(value_BHSE.dtype)
-    if past is not None:
-        behind = rows_behind(_tokens(value_BHSE[..., :0], key_lengths_B, normalize), past, chunk)
+    B, H, S, _ = call.value_BHSE.shape
+    exact = score_dtype(call.value_BHSE.dtype)
+    if call.past is not None:
+        behind = rows_behind(_tokens(call, call.value_BHSE[..., :0]), call.past, call.chunk)
         return lambda rows: behind(rows).to(exact)
-    lengths_B = _lengths(value_BHSE, key_lengths_B)
+    lengths_B = _lengths(call.value_BHSE, call.key_lengths_B)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-        block_B1RS = _weights(lengths_B, rows, S, causal, normalize, "matmul").to(exact)
+        block_B1RS = _weights(lengths_B, rows, S, call.causal, call.normalize, "matmul").to(exact)
         return block_B1RS.expand(B, H, -1, S).contiguous()
 
     return row_block
 
 
-def _tokens(value_BHSE: Tensor, key_lengths_B: Tensor | None, normalize: bool) -> SummedTokens:
-    """Returns the tokens of a request with a state."""
-    padding = padding_mask(value_BHSE.shape[2], key_lengths_B)
-    return SummedTokens(padding, {"value": value_BHSE}, _token_features, 1, normalize=normalize)
+def _tokens(call: Call, value_BHSE: Tensor) -> SummedTokens:
+    """Returns the tokens of a request with a state, and with these values."""
+    padding, tensors = padding_mask(value_BHSE.shape[2], call.key_lengths_B), {"value": value_BHSE}
+    return SummedTokens(padding, tensors, _token_features, 1, normalize=call.normalize)
 
 
 def _token_features(tokens: SummedTokens, _before: Sums) -> Features:
@@ -364,53 +363,34 @@ _METHODS: Final[Mapping[str, Callable[..., Tensor]]] = {
 }
 
 
-def reference(
-    value_BHSE: Tensor,
-    key_lengths_B: Tensor | None = None,
-    past: State | None = None,
-    *,
-    causal: bool = True,
-    normalize: bool = True,
-    method: str = "cumsum",
-    chunk: int = 64,
-    state: str = "exact",
-) -> Mean:
+def reference(call: Call) -> Mean:
     """Computes the same in plain float64 numpy, one head at a time, as in a textbook."""
-    value = value_BHSE.double().numpy()
+    value = call.value_BHSE.double().numpy()
     B, H, S, E = value.shape
     output, weights = np.zeros((B, H, S, E)), np.zeros((B, H, S, S))
     for b, h in np.ndindex(B, H):
-        valid = S if key_lengths_B is None else int(key_lengths_B[b])
-        before = HeadState.of(past, (b, h), 1, 0, E)
+        valid = S if call.key_lengths_B is None else int(call.key_lengths_B[b])
+        before = HeadState.of(call.past, (b, h), 1, 0, E)
         first, shared = len(before.value_CE), before.sums_FW
         a = np.ones((S, first + valid))
-        if causal:
+        if call.causal:
             a = np.tril(a, first)
-        if normalize:
+        if call.normalize:
             total = np.maximum(a.sum(1, keepdims=True) + shared[:, -1:], 1)
             a, shared = a / total, shared / total
         weights[b, h, :, :valid] = a[:, first:]
         output[b, h] = a @ np.concatenate([before.value_CE, value[b, h, :valid]]) + shared[:, :-1]
-        if past is not None:
+        if call.past is not None:
             output[b, h, valid:] = weights[b, h, valid:] = 0.0
     return Mean(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
 
 
-def steps(
-    value_BHSE: Tensor,
-    key_lengths_B: Tensor | None = None,
-    *,
-    causal: bool = True,
-    normalize: bool = True,
-) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights.
-
-    The arguments are those of `attend`.
-    """
-    value = zero_padding(value_BHSE, key_lengths_B)
-    seen_BSS = seen_keys(value, value, key_lengths_B, causal, 0)[0].double()
+def steps(call: Call) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights."""
+    value = zero_padding(call.value_BHSE, call.key_lengths_B)
+    seen_BSS = seen_keys(value, value, call.key_lengths_B, call.causal, 0)[0].double()
     counts_BS, sums = seen_BSS.sum(-1), seen_BSS[:, None] @ value
-    divisors_BS = counts_BS.clamp(min=1) if normalize else torch.ones_like(counts_BS)
+    divisors_BS = counts_BS.clamp(min=1) if call.normalize else torch.ones_like(counts_BS)
     weights_BSS = seen_BSS / divisors_BS[..., None]
     return {
         "value": value, "seen": seen_BSS, "counts": counts_BS,
@@ -420,31 +400,21 @@ def steps(
 
 
 def backward(
-    grad_output_BHSE: Float[Tensor, "B H S E"],
-    value_BHSE: Float[Tensor, "B H S E"],
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    causal: bool = True,
-    normalize: bool = True,
-    method: str = "cumsum",
-    chunk: int = 64,
-    state: Form = "exact",
-    grad_state: State | None = None,
+    call: Call, grad_output_BHSE: Float[Tensor, "B H S E"], grad_state: State | None = None
 ) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), in float64.
 
     dV_j is the sum of dY_i / n_i over the rows i that average n_i values, v_j among them. This sum
-    runs from the last row to the first and does not depend on the method. The arguments are those
-    of `attend`, and `grad_state` as `gradients_from` takes it.
+    runs from the last row to the first and does not depend on the method. `grad_state` is as
+    `gradients_from` takes it.
     """
-    if past is not None or grad_state is not None:
-        new = _tokens(value_BHSE, key_lengths_B, normalize)
-        return gradients_from(new, past, grad_output_BHSE, grad_state, chunk)
-    S, lengths_B = value_BHSE.shape[2], _lengths(value_BHSE, key_lengths_B)
+    if call.past is not None or grad_state is not None:
+        new = _tokens(call, call.value_BHSE)
+        return gradients_from(new, call.past, grad_output_BHSE, grad_state, call.chunk)
+    S, lengths_B = call.value_BHSE.shape[2], _lengths(call.value_BHSE, call.key_lengths_B)
     grad, exponent = normalize_size(grad_output_BHSE.double())
-    if normalize:
-        grad = grad / _counts(lengths_B, slice(0, S), causal).clamp(min=1)
-    sums = grad.flip(2).cumsum(2).flip(2) if causal else grad.sum(2, keepdim=True)
-    value = mask_padding(padding_mask(S, key_lengths_B), sums.expand_as(value_BHSE))
+    if call.normalize:
+        grad = grad / _counts(lengths_B, slice(0, S), call.causal).clamp(min=1)
+    sums = grad.flip(2).cumsum(2).flip(2) if call.causal else grad.sum(2, keepdim=True)
+    value = mask_padding(padding_mask(S, call.key_lengths_B), sums.expand_as(call.value_BHSE))
     return {"value": scale_back(value, exponent)}

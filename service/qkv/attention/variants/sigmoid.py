@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Final, Literal, NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention.common.explicit_outputs import explicit_outputs
-from qkv.attention.common.gradients import (
-    gradients_by_scores,
-    is_ordinary,
-    normalize_size,
-    scale_back,
-)
+from qkv.attention.common.gradients import gradients_by_scores, is_ordinary
 from qkv.attention.common.guards import are_wide
 from qkv.attention.common.halves import in_halves
 from qkv.attention.common.head_terms import HeadTerms
@@ -79,17 +75,29 @@ def flops(sizes: Mapping[str, int]) -> int:
     return 2 * B * H * L * S * (D + E)
 
 
-def attend(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    alibi_slopes_H: Float[Tensor, "H"] | None = None,
-    *,
-    causal: Causal = False,
-    query_offset: QueryOffset = 0,
-    scale: Scale = None,
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A request for sigmoid attention.
+
+    Attributes:
+        query_BHLD: queries; H is a multiple of G, query head h reads key head h // (H / G).
+        key_BGSD: keys.
+        value_BGSE: values; E may differ from D.
+        mask_BHLS: bool (true: may attend) or floating (added to the scores, after softcap).
+        key_lengths_B: keys at and after this position are padding.
+        alibi_slopes_H: slopes of ALiBi, added after softcap.
+    """
+
+    query_BHLD: Float[Tensor, "B H L D"]
+    key_BGSD: Float[Tensor, "B G S D"]
+    value_BGSE: Float[Tensor, "B G S E"]
+    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None
+    key_lengths_B: Int64[Tensor, "B"] | None = None
+    alibi_slopes_H: Float[Tensor, "H"] | None = None
+    _: KW_ONLY
+    causal: Causal = False
+    query_offset: QueryOffset = 0
+    scale: Scale = None
     bias: Annotated[
         Annotated[float, Field(ge=-1e9, le=1e9)] | None,
         Field(
@@ -98,11 +106,12 @@ def attend(
             "`window` do not change it. With a cache of keys, S grows with each token; send the "
             "bias of the model."
         ),
-    ] = None,
-    softcap: Softcap = None,
-    window: Window = None,
-    outputs: frozenset[str] = frozenset({"output"}),
-) -> Sigmoid:
+    ] = None
+    softcap: Softcap = None
+    window: Window = None
+
+
+def attend(call: Call, outputs: frozenset[str]) -> Sigmoid:
     """Computes sigmoid attention.
 
     Scores and sums are float32, or float64 for float64 inputs and inputs that could overflow.
@@ -111,55 +120,28 @@ def attend(
 
     With the bias -log S and scores near 0, the sum of a row is near 1. ALiBi is that of `softmax`.
 
-    Args:
-        query_BHLD: queries; H is a multiple of G, query head h reads key head h // (H / G).
-        key_BGSD: keys.
-        value_BGSE: values; E may differ from D.
-        mask_BHLS: bool (true: may attend) or floating (added to the scores, after softcap).
-        key_lengths_B: keys at and after this position are padding.
-        alibi_slopes_H: slopes of ALiBi, added after softcap.
-        outputs: the names of the outputs to return: `output`, `weights`, `scores`. The scores are
-            the arguments of the sigmoid.
+    `outputs` are the names of the outputs to return: `output`, `weights`, `scores`. The scores
+    are the arguments of the sigmoid.
     """
-    B, H, S = *query_BHLD.shape[:2], key_BGSD.shape[2]
+    B, H, S = *call.query_BHLD.shape[:2], call.key_BGSD.shape[2]
     if B * H * S > _ROW_ELEMENTS and B * H > 1:
         # one row of all heads would be a large matrix by itself
-        tensors = (query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B)
-        return in_halves(
-            attend, tensors, (alibi_slopes_H,), causal=causal, query_offset=query_offset,
-            scale=scale, bias=bias, softcap=softcap, window=window, outputs=outputs,
-        )  # fmt: skip
-    scores, value = _scores(
-        query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B, alibi_slopes_H,
-        causal, query_offset, scale, bias, softcap, window,
-    )  # fmt: skip
-    assert value is not None
-    return Sigmoid(*explicit_outputs(scores, value, outputs, query_BHLD.dtype, _SCORE_ELEMENTS))
+        return in_halves(attend, call, outputs)
+    visible = Visibility.of(call, score_dtype(call.query_BHLD.dtype))
+    key, value = visible.without_padding(call.key_BGSD), visible.without_padding(call.value_BGSE)
+    safe = not are_wide() and _is_safe(call, visible, key, value)
+    scores = _scores(call, key, visible, safe)
+    dtype, value = call.query_BHLD.dtype, value.to(scores.visible.dtype)
+    return Sigmoid(*explicit_outputs(scores, value, outputs, dtype, _SCORE_ELEMENTS))
 
 
-def weights(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    alibi_slopes_H: Float[Tensor, "H"] | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    scale: float | None = None,
-    bias: float | None = None,
-    softcap: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-) -> Callable[[slice], Tensor]:
-    """Returns a function that computes rows of A from a slice of L: (B, H, R, S), in memory O(R S).
-
-    The arguments are those of `attend`.
-    """
-    S, exact = key_BGSD.shape[2], score_dtype(query_BHLD.dtype)
-    scores, _ = _scores(
-        query_BHLD, key_BGSD, None, mask_BHLS, key_lengths_B, alibi_slopes_H,
-        causal, query_offset, scale, bias, softcap, window,
-    )  # fmt: skip
+def weights(call: Call) -> Callable[[slice], Tensor]:
+    """Returns a function that computes rows of A, (B, H, R, S), in memory O(R S)."""
+    S, exact = call.key_BGSD.shape[2], score_dtype(call.query_BHLD.dtype)
+    visible = Visibility.of(call, score_dtype(call.query_BHLD.dtype))
+    key = visible.without_padding(call.key_BGSD)
+    safe = not are_wide() and _is_safe(call, visible, key, None)
+    scores = _scores(call, key, visible, safe)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         block = scores.block(rows)
@@ -172,89 +154,60 @@ def weights(
     return row_block
 
 
-def _scores(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor | None,
-    mask_BHLS: Tensor | None,
-    key_lengths_B: Tensor | None,
-    alibi_slopes_H: Tensor | None,
-    causal: bool,
-    query_offset: int | Literal["end"],
-    scale: float | None,
-    bias: float | None,
-    softcap: float | None,
-    window: tuple[int | None, int | None] | None,
-) -> tuple[Scores, Tensor | None]:
-    """Returns the scores and the values, in float64 where float32 could overflow."""
-    L, S, D = query_BHLD.shape[2], key_BGSD.shape[2], query_BHLD.shape[3]
-    scale, terms = D**-0.5 if scale is None else scale, HeadTerms.of(alibi_slopes_H, None)
-    exact = score_dtype(query_BHLD.dtype)
-    visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, exact)
-    key = visible.without_padding(key_BGSD)
-    value = None if value_BGSE is None else visible.without_padding(value_BGSE)
-    safe = not are_wide() and (terms is None or terms.are_safe(visible))
-    safe = safe and is_safe(query_BHLD, key, value, scale)
+def _scale(call: Call) -> float:
+    return call.query_BHLD.shape[3] ** -0.5 if call.scale is None else call.scale
+
+
+def _is_safe(call: Call, visible: Visibility, key: Tensor, value: Tensor | None) -> bool:
+    """Returns True if scores and sums cannot overflow in their dtype."""
+    terms = HeadTerms.of(call.alibi_slopes_H, None)
+    fits = terms is None or terms.are_safe(visible)
+    return fits and is_safe(call.query_BHLD, key, value, _scale(call))
+
+
+def _scores(call: Call, key_BGSD: Tensor, visible: Visibility, safe: bool) -> Scores:
+    """Returns the scores, in float64 where float32 could overflow."""
     if not safe:
         visible = visible._replace(dtype=torch.float64)
-    scores = Scores.of(
-        query_BHLD, key, visible, scale, softcap, 0.0, 0, None, safe, terms,
-        sigmoid_bias=_bias(bias, S, key_lengths_B, visible.dtype, query_BHLD.device),
+    return Scores.of(
+        call.query_BHLD, key_BGSD, visible, _scale(call), call.softcap, 0.0, 0, None, safe,
+        HeadTerms.of(call.alibi_slopes_H, None), sigmoid_bias=_bias(call, visible.dtype),
     )  # fmt: skip
-    return scores, None if value is None else value.to(visible.dtype)
 
 
-def _bias(
-    bias: float | None,
-    S: int,
-    key_lengths_B: Tensor | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+def _bias(call: Call, dtype: torch.dtype) -> Tensor:
     """Returns the bias of each item, (B, 1, 1, 1), or of all, (1, 1, 1, 1)."""
-    if bias is not None or key_lengths_B is None:
-        number = -math.log(max(1, S)) if bias is None else bias
-        return torch.full((1, 1, 1, 1), number, dtype=dtype, device=device)
-    return -key_lengths_B.clamp(min=1).double().log().to(dtype).view(-1, 1, 1, 1)
+    if call.bias is not None or call.key_lengths_B is None:
+        number = -math.log(max(1, call.key_BGSD.shape[2])) if call.bias is None else call.bias
+        return torch.full((1, 1, 1, 1), number, dtype=dtype, device=call.query_BHLD.device)
+    return -call.key_lengths_B.clamp(min=1).double().log().to(dtype).view(-1, 1, 1, 1)
 
 
-def reference(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    mask_BHLS: Tensor | None = None,
-    key_lengths_B: Tensor | None = None,
-    alibi_slopes_H: Tensor | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    scale: float | None = None,
-    bias: float | None = None,
-    softcap: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-) -> Sigmoid:
+def reference(call: Call) -> Sigmoid:
     """Computes the same in plain float64 numpy, one head at a time, as in the paper."""
-    query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
+    query, key, value = (
+        x.double().numpy() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE)
+    )
     (B, H, L, D), (_, G, S, _) = query.shape, key.shape
     weights, scores = np.zeros((B, H, L, S)), np.full((B, H, L, S), -np.inf)
     output = np.zeros((B, H, L, value.shape[-1]))
     for b, h in np.ndindex(B, H):
-        valid = S if key_lengths_B is None else int(key_lengths_B[b])
-        offset = valid - L if query_offset == "end" else query_offset
+        valid = S if call.key_lengths_B is None else int(call.key_lengths_B[b])
+        offset = valid - L if call.query_offset == "end" else call.query_offset
         k, v = key[b, h * G // H, :valid], value[b, h * G // H, :valid]
-        s = query[b, h] @ k.T * (1 / np.sqrt(D) if scale is None else scale)
-        if softcap is not None:
-            s = softcap * np.tanh(s / softcap)
-        s = s + (-np.log(max(1, valid)) if bias is None else bias)
+        s = query[b, h] @ k.T * (1 / np.sqrt(D) if call.scale is None else call.scale)
+        if call.softcap is not None:
+            s = call.softcap * np.tanh(s / call.softcap)
+        s = s + (-np.log(max(1, valid)) if call.bias is None else call.bias)
         i, j = np.ogrid[offset : offset + L, :valid]
-        if mask_BHLS is not None:
-            mask = mask_BHLS.expand(B, H, L, S)[b, h, :, :valid]
+        if call.mask_BHLS is not None:
+            mask = call.mask_BHLS.expand(B, H, L, S)[b, h, :, :valid]
             added = np.where(mask, 0, -np.inf) if mask.dtype == torch.bool else mask.double()
             s = s + np.asarray(added)
-        if alibi_slopes_H is not None:
-            s = s + float(alibi_slopes_H[h]) * (j - i)
-        left, right = window or (None, None)
-        hidden = (j > i) & causal
+        if call.alibi_slopes_H is not None:
+            s = s + float(call.alibi_slopes_H[h]) * (j - i)
+        left, right = call.window or (None, None)
+        hidden = (j > i) & call.causal
         hidden |= (j < i - left) if left is not None else False
         hidden |= (j > i + right) if right is not None else False
         s[np.broadcast_to(hidden, s.shape)] = -np.inf
@@ -265,76 +218,33 @@ def reference(
     return Sigmoid(output_BHLE, weights_BHLS, scores_BHLS, backend="reference")
 
 
-def steps(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    mask_BHLS: Tensor | None = None,
-    key_lengths_B: Tensor | None = None,
-    alibi_slopes_H: Tensor | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    scale: float | None = None,
-    bias: float | None = None,
-    softcap: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors. The arguments are those of `attend`."""
-    found, scores = score_steps(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, scale, softcap)
-    seen, distance = seen_keys(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset, window)
+def steps(call: Call) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors."""
+    query, key, value, lengths = call.query_BHLD, call.key_BGSD, call.value_BGSE, call.key_lengths_B
+    found, scores = score_steps(query, key, value, lengths, call.scale, call.softcap)
+    seen, distance = seen_keys(query, key, lengths, call.causal, call.query_offset, call.window)
     lengths_B = scores.new_full((len(scores),), scores.shape[-1])
-    if key_lengths_B is not None:
-        lengths_B = key_lengths_B.clamp(min=1).double()
-    bias_B = -lengths_B.log() if bias is None else scores.new_full((len(scores),), bias)
+    if lengths is not None:
+        lengths_B = lengths.clamp(min=1).double()
+    bias_B = -lengths_B.log() if call.bias is None else scores.new_full((len(scores),), call.bias)
     found["shifted"] = scores + bias_B[:, None, None, None]
-    found |= mask_step_values(found["shifted"], seen, distance, mask_BHLS, alibi_slopes_H)
+    found |= mask_step_values(found["shifted"], seen, distance, call.mask_BHLS, call.alibi_slopes_H)
     weights = found["masked"].sigmoid()
-    terms = weights[..., None] * per_query_head(found["value"], query_BHLD)[:, :, None]
+    terms = weights[..., None] * per_query_head(found["value"], query)[:, :, None]
     return found | {"weights": weights, "terms": terms, "output": terms.sum(-2)}
 
 
-def backward(
-    grad_output_BHLE: Float[Tensor, "B H L E"],
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    alibi_slopes_H: Float[Tensor, "H"] | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    scale: float | None = None,
-    bias: float | None = None,
-    softcap: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-) -> dict[str, Tensor]:
+def backward(call: Call, grad_output_BHLE: Float[Tensor, "B H L E"]) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), computed in blocks of rows.
 
-    They are in float32, or in float64 for float64 inputs and where float32 could overflow. The
-    arguments are those of `attend`. By the chain rule dV = A^T dY, dA = dY V^T,
-    ds = dA A (1 - A), dQ = scale ds K, dK = scale ds^T Q and dslope = sum_ij ds_ij (j - p_i).
+    They are in float32, or in float64 for float64 inputs and where float32 could overflow. By the
+    chain rule dV = A^T dY, dA = dY V^T, ds = dA A (1 - A), dQ = scale ds K, dK = scale ds^T Q and
+    dslope = sum_ij ds_ij (j - p_i).
     """
-    (L, D), S = query_BHLD.shape[2:], key_BGSD.shape[2]
-    scale, terms = D**-0.5 if scale is None else scale, HeadTerms.of(alibi_slopes_H, None)
-    exact = score_dtype(query_BHLD.dtype)
-    visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, exact)
-    key, value = visible.without_padding(key_BGSD), visible.without_padding(value_BGSE)
-    tensors = (grad_output_BHLE, query_BHLD, key, value)
-    safe = (terms is None or terms.are_safe(visible)) and is_safe(query_BHLD, key, value, scale)
-    farthest = 0 if alibi_slopes_H is None else visible.farthest
-    safe = safe and is_ordinary(tensors, scale, 0.0, farthest)
-    if not safe:
-        visible = visible._replace(dtype=torch.float64)
-    scores = Scores.of(
-        query_BHLD, key, visible, scale, softcap, 0.0, 0, None, safe, terms,
-        sigmoid_bias=_bias(bias, S, key_lengths_B, visible.dtype, query_BHLD.device),
-    )  # fmt: skip
-    grad, query, key, value = (x.to(visible.dtype) for x in tensors)
-    if safe:
-        return gradients_by_scores(scores, grad, query, key, value)
-    (grad, g), (query, q), (key, k), (value, v) = map(normalize_size, (grad, query, key, value))
-    exponents = {"query": g + v + k, "key": g + v + q, "value": g}  # all others depend on g and v
-    scaled = gradients_by_scores(scores, grad, query, key, value)
-    return {n: scale_back(gradient, exponents.get(n, g + v)) for n, gradient in scaled.items()}
+    visible = Visibility.of(call, score_dtype(call.query_BHLD.dtype))
+    key, value = visible.without_padding(call.key_BGSD), visible.without_padding(call.value_BGSE)
+    tensors = (grad_output_BHLE, call.query_BHLD, key, value)
+    farthest = 0 if call.alibi_slopes_H is None else visible.farthest
+    safe = _is_safe(call, visible, key, value)
+    safe = safe and is_ordinary(tensors, _scale(call), 0.0, farthest)
+    return gradients_by_scores(_scores(call, key, visible, safe), tensors, safe)

@@ -8,6 +8,7 @@ Cost: O(L S (D + E)) time; O(L + S) memory unless weights or scores are requeste
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -17,14 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention.common import fused_kernel
-from qkv.attention.common.dropout import keep_mask
 from qkv.attention.common.explicit_outputs import explicit_outputs
-from qkv.attention.common.gradients import (
-    gradients_by_scores,
-    is_ordinary,
-    normalize_size,
-    scale_back,
-)
+from qkv.attention.common.gradients import gradients_by_scores, is_ordinary
 from qkv.attention.common.guards import are_wide
 from qkv.attention.common.halves import in_halves
 from qkv.attention.common.head_terms import HeadTerms
@@ -32,6 +27,7 @@ from qkv.attention.common.score_blocks import Scores, is_safe, score_dtype
 from qkv.attention.common.score_parameters import Scale, Softcap, Window
 from qkv.attention.common.score_steps import (
     SCORE_STEPS,
+    kept_weights,
     mask_step_values,
     mask_steps,
     per_query_head,
@@ -119,35 +115,51 @@ def score_count(sizes: Mapping[str, int], parameters: Any) -> int:
     return scores * _DROPPED if parameters.dropout else scores
 
 
-def attend(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    alibi_slopes_H: Float[Tensor, "H"] | None = None,
-    sinks_H: Float[Tensor, "H"] | None = None,
-    *,
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A request for exact attention.
+
+    Attributes:
+        query_BHLD: queries; H is a multiple of G, query head h reads key head h // (H / G).
+        key_BGSD: keys.
+        value_BGSE: values; E may differ from D.
+        mask_BHLS: bool (true: may attend) or floating (added to the scores, after softcap).
+        key_lengths_B: keys at and after this position are padding.
+        alibi_slopes_H: slopes of ALiBi, added after softcap.
+        sinks_H: logits of the sinks; no mask, window, scale or softcap applies to them.
+        plane_BH: b * H + h of each plane within its own request, for a batch of several requests;
+            None: all planes belong to one request. Only dropout uses it.
+    """
+
+    query_BHLD: Float[Tensor, "B H L D"]
+    key_BGSD: Float[Tensor, "B G S D"]
+    value_BGSE: Float[Tensor, "B G S E"]
+    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None
+    key_lengths_B: Int64[Tensor, "B"] | None = None
+    alibi_slopes_H: Float[Tensor, "H"] | None = None
+    sinks_H: Float[Tensor, "H"] | None = None
+    _: KW_ONLY
     causal: Annotated[
         bool, Field(description="A query sees only the keys up to its own position.")
-    ] = False,
+    ] = False
     query_offset: Annotated[
         _Position | Literal["end"],
         Field(
             description="Position of the first query on the key axis. 0 is the alignment of "
             'torch\'s is_causal. "end" aligns the last query with the last valid key.'
         ),
-    ] = 0,
-    scale: Scale = None,
-    softcap: Softcap = None,
-    window: Window = None,
+    ] = 0
+    scale: Scale = None
+    softcap: Softcap = None
+    window: Window = None
     dropout: Annotated[
         float, Field(ge=0, lt=1, description="Probability that a weight is dropped.")
-    ] = 0.0,
-    seed: Annotated[int, Field(ge=0, lt=2**64, description="Seed of the dropout.")] = 0,
-    outputs: frozenset[str] = frozenset({"output"}),
-    plane_BH: Int64[Tensor, "B H"] | None = None,
-) -> Softmax:
+    ] = 0.0
+    seed: Annotated[int, Field(ge=0, lt=2**64, description="Seed of the dropout.")] = 0
+    plane_BH: Int64[Tensor, "B H"] | None = None
+
+
+def attend(call: Call, outputs: frozenset[str]) -> Softmax:
     """Computes exact attention.
 
     Scores and sums are float32, or float64 for float64 inputs. The weights are those that average
@@ -161,85 +173,48 @@ def attend(
     2.2): A_ij = exp(s_ij) / (exp(sink) + sum_j exp(s_ij)). A sink of -inf is none; one of inf
     leaves the keys a weight of 0.
 
-    Args:
-        query_BHLD: queries; H is a multiple of G, query head h reads key head h // (H / G).
-        key_BGSD: keys.
-        value_BGSE: values; E may differ from D.
-        mask_BHLS: bool (true: may attend) or floating (added to the scores, after softcap).
-        key_lengths_B: keys at and after this position are padding.
-        alibi_slopes_H: slopes of ALiBi, added after softcap.
-        sinks_H: logits of the sinks; no mask, window, scale or softcap applies to them.
-        outputs: the names of the outputs to return: `output`, `weights`, `scores`.
-        plane_BH: b * H + h of each plane within its own request, for a batch of several requests;
-            None: all planes belong to one request. Only dropout uses it.
+    `outputs` are the names of the outputs to return: `output`, `weights`, `scores`.
     """
-    (B, H, L, D), S = query_BHLD.shape, key_BGSD.shape[2]
-    scale, terms = D**-0.5 if scale is None else scale, HeadTerms.of(alibi_slopes_H, sinks_H)
+    query, key, value = call.query_BHLD, call.key_BGSD, call.value_BGSE
+    (B, H, _, D), S, exact = query.shape, key.shape[2], score_dtype(query.dtype)
     if B * H * S > fused_kernel.BIAS_ELEMENTS and B * H > 1:
         # one row of all heads would be a large matrix by itself
+        plane_BH = call.plane_BH
         if plane_BH is None:
-            plane_BH = torch.arange(B * H, device=query_BHLD.device).view(B, H)
-        tensors = (query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B)
-        return in_halves(
-            attend, tensors, (alibi_slopes_H, sinks_H), plane_BH,
-            causal=causal, query_offset=query_offset, scale=scale, softcap=softcap, window=window,
-            dropout=dropout, seed=seed, outputs=outputs,
-        )  # fmt: skip
-    exact = score_dtype(query_BHLD.dtype)
-    visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, exact)
-    plain = outputs <= {"output"} and softcap is None and not dropout
+            plane_BH = torch.arange(B * H, device=query.device).view(B, H)
+        return in_halves(attend, replace(call, plane_BH=plane_BH), outputs)
+    scale, visible = D**-0.5 if call.scale is None else call.scale, Visibility.of(call, exact)
+    terms = HeadTerms.of(call.alibi_slopes_H, call.sinks_H)
+    plain = outputs <= {"output"} and call.softcap is None and not call.dropout
     fits = terms is None or terms.are_safe(visible)
     if are_wide():
         safe = False
-    elif plain and fits and fused_kernel.is_supported(query_BHLD, mask_BHLS, terms, scale):
-        output = fused_kernel.attend(query_BHLD, key_BGSD, value_BGSE, visible, terms, scale)
+    elif plain and fits and fused_kernel.is_supported(query, call.mask_BHLS, terms, scale):
+        output = fused_kernel.attend(query, key, value, visible, terms, scale)
         if output is not None:
             return Softmax(output, backend="sdpa")
         safe = False
     else:
-        safe = fits and is_safe(query_BHLD, key_BGSD, value_BGSE, scale)
-    value = value_BGSE
+        safe = fits and is_safe(query, key, value, scale)
     if not safe:
         visible = visible._replace(dtype=torch.float64)
         value = visible.without_padding(value)
-    scores = Scores.of(
-        query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, plane_BH, safe, terms
-    )
-    return Softmax(*explicit_outputs(scores, value.to(visible.dtype), outputs, query_BHLD.dtype))
+    scores = _scores(call, key, visible, terms, safe)
+    return Softmax(*explicit_outputs(scores, value.to(visible.dtype), outputs, query.dtype))
 
 
-def weights(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    alibi_slopes_H: Float[Tensor, "H"] | None = None,
-    sinks_H: Float[Tensor, "H"] | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    plane_BH: Int64[Tensor, "B H"] | None = None,
-) -> Callable[[slice], Tensor]:
+def weights(call: Call) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A, after dropout, from a slice of L: (B, H, R, S).
 
-    It takes memory O(R S). The arguments are those of `attend`.
+    It takes memory O(R S).
     """
-    L, S, D = query_BHLD.shape[2], key_BGSD.shape[2], query_BHLD.shape[3]
-    scale, terms = D**-0.5 if scale is None else scale, HeadTerms.of(alibi_slopes_H, sinks_H)
-    exact = score_dtype(query_BHLD.dtype)
-    visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, exact)
-    fits = terms is None or terms.are_safe(visible)
-    safe = fits and not are_wide() and is_safe(query_BHLD, key_BGSD, None, scale)
+    S, exact = call.key_BGSD.shape[2], score_dtype(call.query_BHLD.dtype)
+    visible, terms = Visibility.of(call, exact), HeadTerms.of(call.alibi_slopes_H, call.sinks_H)
+    safe = (terms is None or terms.are_safe(visible)) and not are_wide()
+    safe = safe and is_safe(call.query_BHLD, call.key_BGSD, None, _scale(call))
     if not safe:
         visible = visible._replace(dtype=torch.float64)
-    scores = Scores.of(
-        query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, plane_BH, safe, terms
-    )
+    scores = _scores(call, call.key_BGSD, visible, terms, safe)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         block = scores.block(rows)
@@ -252,60 +227,59 @@ def weights(
     return row_block
 
 
-def reference(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    mask_BHLS: Tensor | None = None,
-    key_lengths_B: Tensor | None = None,
-    alibi_slopes_H: Tensor | None = None,
-    sinks_H: Tensor | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-) -> Softmax:
+def _scale(call: Call) -> float:
+    return call.query_BHLD.shape[3] ** -0.5 if call.scale is None else call.scale
+
+
+def _scores(
+    call: Call, key_BGSD: Tensor, visible: Visibility, terms: HeadTerms | None, safe: bool
+) -> Scores:
+    return Scores.of(
+        call.query_BHLD, key_BGSD, visible, _scale(call), call.softcap, call.dropout, call.seed,
+        call.plane_BH, safe, terms,
+    )  # fmt: skip
+
+
+def reference(call: Call) -> Softmax:
     """Computes the same in plain float64 numpy, one head at a time, as in a textbook."""
-    query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
+    query, key, value = (
+        x.double().numpy() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE)
+    )
     (B, H, L, D), (_, G, S, _) = query.shape, key.shape
     weights, scores = np.zeros((B, H, L, S)), np.full((B, H, L, S), -np.inf)
     output = np.zeros((B, H, L, value.shape[-1]))
     for b, h in np.ndindex(B, H):
-        valid = S if key_lengths_B is None else int(key_lengths_B[b])
-        offset = valid - L if query_offset == "end" else query_offset
+        valid = S if call.key_lengths_B is None else int(call.key_lengths_B[b])
+        offset = valid - L if call.query_offset == "end" else call.query_offset
         k, v = key[b, h * G // H, :valid], value[b, h * G // H, :valid]
-        s = query[b, h] @ k.T * (1 / np.sqrt(D) if scale is None else scale)
-        if softcap is not None:
-            s = softcap * np.tanh(s / softcap)
+        s = query[b, h] @ k.T * (1 / np.sqrt(D) if call.scale is None else call.scale)
+        if call.softcap is not None:
+            s = call.softcap * np.tanh(s / call.softcap)
         i, j = np.ogrid[offset : offset + L, :valid]
-        if mask_BHLS is not None:
-            mask = mask_BHLS.expand(B, H, L, S)[b, h, :, :valid]
+        if call.mask_BHLS is not None:
+            mask = call.mask_BHLS.expand(B, H, L, S)[b, h, :, :valid]
             s = (
                 np.where(mask, s, -np.inf)
                 if mask.dtype == torch.bool
                 else s + mask.double().numpy()
             )
-        if alibi_slopes_H is not None:
-            s = s + float(alibi_slopes_H[h]) * (j - i)
-        left, right = window or (None, None)
-        hidden = (j > i) & causal
+        if call.alibi_slopes_H is not None:
+            s = s + float(call.alibi_slopes_H[h]) * (j - i)
+        left, right = call.window or (None, None)
+        hidden = (j > i) & call.causal
         hidden |= (j < i - left) if left is not None else False
         hidden |= (j > i + right) if right is not None else False
         s[np.broadcast_to(hidden, s.shape)] = -np.inf
         top = s.max(axis=-1, keepdims=True, initial=-np.inf)
-        sink = -np.inf if sinks_H is None else float(sinks_H[h])
+        sink = -np.inf if call.sinks_H is None else float(call.sinks_H[h])
         top = np.maximum(top, sink)
         top = np.where(np.isneginf(top), 0, top)
         a = np.exp(s - top)
         share = np.ones_like(top) if sink == np.inf else np.exp(sink - top)
         total = a.sum(axis=-1, keepdims=True) + share
         a /= np.maximum(total, np.finfo(float).tiny)
-        if dropout:
-            a *= _kept(dropout, seed, b * H + h, L, valid) / (1 - dropout)
+        if call.dropout:
+            a *= _kept(call.dropout, call.seed, b * H + h, L, valid) / (1 - call.dropout)
         weights[b, h, :, :valid], scores[b, h, :, :valid], output[b, h] = a, s, a @ v
     output_BHLE, weights_BHLS, scores_BHLS = map(torch.from_numpy, (output, weights, scores))
     return Softmax(output_BHLE, weights_BHLS, scores_BHLS, backend="reference")
@@ -328,32 +302,16 @@ def _kept(dropout: float, seed: int, plane_index: int, L: int, S: int) -> Any:
     return u >= np.floor(dropout * 2.0**32)
 
 
-def steps(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    mask_BHLS: Tensor | None = None,
-    key_lengths_B: Tensor | None = None,
-    alibi_slopes_H: Tensor | None = None,
-    sinks_H: Tensor | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    plane_BH: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors. The arguments are those of `attend`."""
-    found, scores = score_steps(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, scale, softcap)
-    seen, distance = seen_keys(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset, window)
-    found |= mask_step_values(scores, seen, distance, mask_BHLS, alibi_slopes_H)
+def steps(call: Call) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors."""
+    query, key, value, lengths = call.query_BHLD, call.key_BGSD, call.value_BGSE, call.key_lengths_B
+    found, scores = score_steps(query, key, value, lengths, call.scale, call.softcap)
+    seen, distance = seen_keys(query, key, lengths, call.causal, call.query_offset, call.window)
+    found |= mask_step_values(scores, seen, distance, call.mask_BHLS, call.alibi_slopes_H)
     scores_BHLS = found["masked"]
     sink_H11 = scores_BHLS.new_full((1, 1, 1), -torch.inf)
-    if sinks_H is not None:
-        sink_H11 = sinks_H[:, None, None]
+    if call.sinks_H is not None:
+        sink_H11 = call.sinks_H[:, None, None]
     top = scores_BHLS.amax(-1, keepdim=True).maximum(sink_H11)
     top = top.masked_fill(top == -torch.inf, 0.0)
     exponentials = (scores_BHLS - top).exp()
@@ -361,65 +319,34 @@ def steps(
     share = (sink_H11 - top).exp().masked_fill(sink_H11 == torch.inf, 1.0)
     sums = exponentials.sum(-1, keepdim=True) + share
     weights = last = exponentials / sums.masked_fill(sums == 0, 1.0)
-    if dropout and plane_BH is not None:
-        L, S = weights.shape[-2:]
-        kept = keep_mask(dropout, seed, plane_BH, slice(0, L), slice(0, S))
-        found["kept"] = last = weights * kept / (1 - dropout)
-    terms = last[..., None] * per_query_head(found["value"], query_BHLD)[:, :, None]
+    if call.dropout and call.plane_BH is not None:
+        kept = kept_weights(call.dropout, call.seed, call.plane_BH, weights)
+        found["kept"] = last = weights * kept / (1 - call.dropout)
+    terms = last[..., None] * per_query_head(found["value"], query)[:, :, None]
     return found | {
         "exponentials": exponentials, "row_sums": sums[..., 0], "weights": weights, "terms": terms,
         "output": terms.sum(-2),
     }  # fmt: skip
 
 
-def backward(
-    grad_output_BHLE: Float[Tensor, "B H L E"],
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    alibi_slopes_H: Float[Tensor, "H"] | None = None,
-    sinks_H: Float[Tensor, "H"] | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    plane_BH: Int64[Tensor, "B H"] | None = None,
-) -> dict[str, Tensor]:
+def backward(call: Call, grad_output_BHLE: Float[Tensor, "B H L E"]) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), computed in blocks of rows.
 
-    They are in float32, or in float64 for float64 inputs and where float32 could overflow. The
-    arguments are those of `attend`. P are the weights before dropout, M the factors of dropout.
-    Then dV = (P M)^T dY, dP = (dY V^T) M, ds = P (dP - rowsum(dP P)), dQ = scale ds K and
-    dK = scale ds^T Q (Dao et al., FlashAttention, arXiv:2205.14135, appendix B.2). The same chain
-    rule gives dslope = sum_ij ds_ij (j - p_i) and, with the weight p_sink of a row's sink,
-    dsink = -sum_i p_sink rowsum(dP P): the value of a sink is 0.
+    They are in float32, or in float64 for float64 inputs and where float32 could overflow. P are
+    the weights before dropout, M the factors of dropout. Then dV = (P M)^T dY, dP = (dY V^T) M,
+    ds = P (dP - rowsum(dP P)), dQ = scale ds K and dK = scale ds^T Q (Dao et al., FlashAttention,
+    arXiv:2205.14135, appendix B.2). The same chain rule gives dslope = sum_ij ds_ij (j - p_i) and,
+    with the weight p_sink of a row's sink, dsink = -sum_i p_sink rowsum(dP P): the value of a sink
+    is 0.
     """
-    (L, D), S = query_BHLD.shape[2:], key_BGSD.shape[2]
-    scale, terms = D**-0.5 if scale is None else scale, HeadTerms.of(alibi_slopes_H, sinks_H)
-    visible = Visibility.of(
-        L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, score_dtype(query_BHLD.dtype)
-    )
-    key, value = visible.without_padding(key_BGSD), visible.without_padding(value_BGSE)
-    tensors = (grad_output_BHLE, query_BHLD, key, value)
-    fits = terms is None or terms.are_safe(visible)
-    farthest = 0 if alibi_slopes_H is None else visible.farthest
-    safe = fits and is_safe(query_BHLD, key, value, scale)
-    safe = safe and is_ordinary(tensors, scale, dropout, farthest)
+    scale, visible = _scale(call), Visibility.of(call, score_dtype(call.query_BHLD.dtype))
+    terms = HeadTerms.of(call.alibi_slopes_H, call.sinks_H)
+    key, value = visible.without_padding(call.key_BGSD), visible.without_padding(call.value_BGSE)
+    tensors = (grad_output_BHLE, call.query_BHLD, key, value)
+    safe = (terms is None or terms.are_safe(visible)) and is_safe(*tensors[1:], scale)
+    farthest = 0 if call.alibi_slopes_H is None else visible.farthest
+    safe = safe and is_ordinary(tensors, scale, call.dropout, farthest)
     if not safe:
         visible = visible._replace(dtype=torch.float64)
-    scores = Scores.of(
-        query_BHLD, key, visible, scale, softcap, dropout, seed, plane_BH, safe, terms
-    )
-    grad, query, key, value = (x.to(visible.dtype) for x in tensors)
-    if safe:
-        return gradients_by_scores(scores, grad, query, key, value)
-    (grad, g), (query, q), (key, k), (value, v) = map(normalize_size, (grad, query, key, value))
-    exponents = {"query": g + v + k, "key": g + v + q, "value": g}  # all others depend on g and v
-    scaled = gradients_by_scores(scores, grad, query, key, value)
-    return {n: scale_back(gradient, exponents.get(n, g + v)) for n, gradient in scaled.items()}
+    scores = _scores(call, key, visible, terms, safe)
+    return gradients_by_scores(scores, tensors, safe)

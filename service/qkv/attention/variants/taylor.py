@@ -9,9 +9,10 @@ query; O(L + S) memory unless weights are requested.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -207,19 +208,31 @@ def flops(sizes: Mapping[str, int]) -> int:
     return 2 * B * (D + 1) * (E + 1) * (G * S + H * L)
 
 
-def attend(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    causal: Causal = False,
-    query_offset: QueryOffset = 0,
-    chunk: Chunk = 64,
-    state: Form = "exact",
-    outputs: frozenset[str],
-) -> Taylor:
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A request for Taylor attention.
+
+    Attributes:
+        query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
+        key_lengths_B: keys at and after this position are padding, and not counted in n.
+        past: the state behind the tokens before these, which are then `causal` and as many queries
+            as keys. Sums alone are compact.
+        causal, query_offset, chunk, state: see their descriptions.
+    """
+
+    query_BHLD: Float[Tensor, "B H L D"]
+    key_BGSD: Float[Tensor, "B G S D"]
+    value_BGSE: Float[Tensor, "B G S E"]
+    key_lengths_B: Int64[Tensor, "B"] | None = None
+    past: State | None = None
+    _: KW_ONLY
+    causal: Causal = False
+    query_offset: QueryOffset = 0
+    chunk: Chunk = 64
+    state: Form = "exact"
+
+
+def attend(call: Call, outputs: frozenset[str]) -> Taylor:
     """Computes Taylor attention.
 
     A query or key of norm 0 has no direction, and similarity 1 to all. The output of float64
@@ -227,55 +240,37 @@ def attend(
     items whose sums overflow and items with a row whose keys nearly oppose its query (a denominator
     below n / 8). These items, all weights, and requests with a state are computed in float64.
 
-    Args:
-        query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
-        key_lengths_B: keys at and after this position are padding, and not counted in n.
-        past: the state behind the tokens before these, which are then `causal` and as many queries
-            as keys. Sums alone are compact.
-        causal, query_offset, chunk, state: see their descriptions.
-        outputs: the names of the outputs to return: "output", "weights", "state".
+    `outputs` are the names of the outputs to return: "output", "weights", "state".
     """
-    (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
-    if past is not None or "state" in outputs:
-        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B)
-        found, weights = run_from(new, past, chunk, state), None
+    (B, H, L, _), S, dtype = call.query_BHLD.shape, call.key_BGSD.shape[2], call.query_BHLD.dtype
+    if call.past is not None or "state" in outputs:
+        new = _tokens(call, call.value_BGSE)
+        found, weights = run_from(new, call.past, call.chunk, call.state), None
         if "weights" in outputs:
-            weights = rows_behind(new, past, chunk)(slice(0, L)).to(score_dtype(dtype))
+            weights = rows_behind(new, call.past, call.chunk)(slice(0, L)).to(score_dtype(dtype))
         return Taylor(found.output_BHSE, weights, State(**found.fields), found.notes)
-    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
+    offsets = _offsets(call)
     output = weights = None
     if "output" in outputs:
         compute = _exact_output if dtype == torch.float64 or are_wide() else _fast_output
-        output = compute(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, offsets)
+        tensors = (call.query_BHLD, call.key_BGSD, call.value_BGSE, call.key_lengths_B)
+        output = compute(*tensors, offsets)
     if "weights" in outputs:
-        features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, offsets)
-        weights = query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
+        features = _Features.of(call.query_BHLD, call.key_BGSD, call.key_lengths_B, offsets)
+        weights = call.query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
         for rows in row_blocks(L, B * H * S, _ELEMENTS):
             weights[:, :, rows] = _block(features, rows)
     return Taylor(output, weights)
 
 
-def weights(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    chunk: int = 64,
-) -> Callable[[slice], Tensor]:
-    """Returns a function that computes rows of A from a slice of L: (B, H, R, S), in memory O(R S).
-
-    The arguments are those of `attend`.
-    """
-    (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
-    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
-    features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, offsets)
-    exact = score_dtype(query_BHLD.dtype)
-    if past is not None:
-        new = _tokens(query_BHLD, key_BGSD, key_BGSD[..., :0], key_lengths_B)
-        behind = rows_behind(new, past, chunk)
+def weights(call: Call) -> Callable[[slice], Tensor]:
+    """Returns a function that computes rows of A, (B, H, R, S), in memory O(R S)."""
+    offsets = _offsets(call)
+    features = _Features.of(call.query_BHLD, call.key_BGSD, call.key_lengths_B, offsets)
+    exact = score_dtype(call.query_BHLD.dtype)
+    if call.past is not None:
+        new = _tokens(call, call.key_BGSD[..., :0])
+        behind = rows_behind(new, call.past, call.chunk)
         return lambda rows: behind(rows).to(exact)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
@@ -296,7 +291,16 @@ def _token_features(tokens: SummedTokens, before: Sums) -> Features:
     return Features(query, key, certain_BC1=_CANCELLED * counts_BC1)
 
 
-_tokens: Final = partial(SummedTokens.of, features=_token_features, more=1)
+def _tokens(call: Call, value_BGSE: Tensor) -> SummedTokens:
+    """Returns the tokens of a request with a state, and with these values."""
+    tensors = (call.query_BHLD, call.key_BGSD, value_BGSE, call.key_lengths_B)
+    return SummedTokens.of(*tensors, features=_token_features, more=1)
+
+
+def _offsets(call: Call) -> list[int] | None:
+    """Returns each item's position of the first query; None if every query sees every key."""
+    (B, _, L, _), S = call.query_BHLD.shape, call.key_BGSD.shape[2]
+    return item_offsets(B, L, S, call.key_lengths_B, call.causal, call.query_offset)
 
 
 def _fast_output(
@@ -417,20 +421,11 @@ def _block(features: _Features, rows: slice) -> Tensor:
     return block.flatten(1, 2)
 
 
-def reference(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_lengths_B: Tensor | None = None,
-    past: State | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    chunk: int = 64,
-    state: str = "exact",
-) -> Taylor:
+def reference(call: Call) -> Taylor:
     """Computes the same in plain float64 numpy, row by row, with 1 + q' . k' = |q' + k'|^2 / 2."""
-    query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
+    query, key, value = (
+        x.double().numpy() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE)
+    )
     (B, H, L, D), (_, G, S, _), E = query.shape, key.shape, value.shape[-1]
 
     def direction(x: np.ndarray) -> np.ndarray:
@@ -440,18 +435,18 @@ def reference(
 
     weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, E))
     for b, h in np.ndindex(B, H):
-        valid, g = S if key_lengths_B is None else int(key_lengths_B[b]), h * G // H
-        offset = valid - L if query_offset == "end" else query_offset
-        before = HeadState.of(past, (b, g), D + 1, D, E)
+        valid, g = S if call.key_lengths_B is None else int(call.key_lengths_B[b]), h * G // H
+        offset = valid - L if call.query_offset == "end" else call.query_offset
+        before = HeadState.of(call.past, (b, g), D + 1, D, E)
         keys = direction(np.concatenate([before.key_CD, key[b, g, :valid]]))
         values = np.concatenate([before.value_CE, value[b, g, :valid]])
         first = len(before.key_CD)
-        for i, row in enumerate(direction(query[b, h, : L if past is None else valid])):
+        for i, row in enumerate(direction(query[b, h, : L if call.past is None else valid])):
             apart = np.sqrt(((row + keys) ** 2).sum(-1))
             apart[apart <= (D + 4) * np.finfo(float).eps] = 0  # opposed, apart from rounding
             a = apart**2 / 2
             a[(keys == 0).all(-1) | (row == 0).all()] = 1
-            if causal:
+            if call.causal:
                 a[max(0, first + i + offset + 1) :] = 0
             shared = before.sums_FW[0] + row @ before.sums_FW[1:]
             total = a.sum() + shared[-1] or 1
@@ -460,34 +455,22 @@ def reference(
     return Taylor(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
 
 
-def steps(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_lengths_B: Tensor | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights.
-
-    The arguments are those of `attend`.
-    """
-    key, value = (zero_padding(x, key_lengths_B) for x in (key_BGSD, value_BGSE))
-    query_way, key_way = (normalize(x, dim=-1, eps=1e-300) for x in (query_BHLD, key))
-    seen_BLS, _ = seen_keys(query_BHLD, key, key_lengths_B, causal, query_offset)
-    cosines = query_way @ per_query_head(key_way, query_BHLD).mT
+def steps(call: Call) -> dict[str, Tensor]:
+    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights."""
+    query = call.query_BHLD
+    key, value = (zero_padding(x, call.key_lengths_B) for x in (call.key_BGSD, call.value_BGSE))
+    query_way, key_way = (normalize(x, dim=-1, eps=1e-300) for x in (query, key))
+    seen_BLS, _ = seen_keys(query, key, call.key_lengths_B, call.causal, call.query_offset)
+    cosines = query_way @ per_query_head(key_way, query).mT
     terms, seen = (1 + cosines) * seen_BLS[:, None], seen_BLS.double()
     row_sums = terms.sum(-1)
     divisors = row_sums.masked_fill(row_sums == 0, 1.0)[..., None]
     value_sums = torch.einsum("bls,bgse->bgle", seen, value)
     direction_sums = torch.einsum("bls,bgsd,bgse->bglde", seen, key_way, value)
-    shared_BHLE, shared_BHLDE = (
-        per_query_head(x, query_BHLD) for x in (value_sums, direction_sums)
-    )
+    shared_BHLE, shared_BHLDE = (per_query_head(x, query) for x in (value_sums, direction_sums))
     output = shared_BHLE + torch.einsum("bhld,bhlde->bhle", query_way, shared_BHLDE)
     return {
-        "query": query_BHLD, "key": key, "value": value, "query_directions": query_way,
+        "query": query, "key": key, "value": value, "query_directions": query_way,
         "key_directions": key_way, "cosines": cosines, "terms": terms, "row_sums": row_sums,
         "weights": terms / divisors, "value_sums": value_sums, "direction_sums": direction_sums,
         "output": output / divisors,
@@ -495,33 +478,23 @@ def steps(
 
 
 def backward(
-    grad_output_BHLE: Float[Tensor, "B H L E"],
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    key_lengths_B: Int64[Tensor, "B"] | None = None,
-    past: State | None = None,
-    *,
-    causal: bool = False,
-    query_offset: int | Literal["end"] = 0,
-    chunk: int = 64,
-    state: Form = "exact",
-    grad_state: State | None = None,
+    call: Call, grad_output_BHLE: Float[Tensor, "B H L E"], grad_state: State | None = None
 ) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), in float64.
 
     They are sums over keys that all queries share, and sums over queries that all keys share, then
     passed through x / |x|: (g - x' (x' . g)) / |x|. Queries and keys without a direction, and rows
-    of zeros, get zeros. The arguments are those of `attend`, and `grad_state` as `gradients_from`
-    takes it. Source: Li et al., arXiv:2007.14902, section 3, differentiated.
+    of zeros, get zeros. `grad_state` is as `gradients_from` takes it. Source: Li et al.,
+    arXiv:2007.14902, section 3, differentiated.
     """
-    if past is not None or grad_state is not None:
-        new = _tokens(query_BHLD, key_BGSD, value_BGSE, key_lengths_B)
-        return gradients_from(new, past, grad_output_BHLE, grad_state, chunk)
-    (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
-    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
-    backward = partial(_gradients, key_lengths_B=key_lengths_B, offsets=offsets)
-    return gradients_by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
+    if call.past is not None or grad_state is not None:
+        new = _tokens(call, call.value_BGSE)
+        return gradients_from(new, call.past, grad_output_BHLE, grad_state, call.chunk)
+    offsets = _offsets(call)
+    backward = partial(_gradients, key_lengths_B=call.key_lengths_B, offsets=offsets)
+    return gradients_by_heads(
+        backward, grad_output_BHLE, call.query_BHLD, call.key_BGSD, call.value_BGSE
+    )
 
 
 def _gradients(

@@ -7,11 +7,12 @@ from collections.abc import Generator, Mapping, Sequence
 from statistics import median
 from typing import Final, NamedTuple
 
+from qkv.jobs.annotations import notes_of
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_entry import CompareEntry
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.probe_plans import PEAK_BYTES
 from qkv.jobs.measure.variant_report import VariantReport, baseline_weights, compared_weights
+from qkv.jobs.plan import PEAK_BYTES
 from qkv.tensors import RawTensor
 from qkv.wire.responses import (
     BaselineComparison,
@@ -88,7 +89,7 @@ def _report(
     pairs = list(zip(request.variants, variants, strict=True))
     every = [(request.baseline, baseline), *pairs]
     notes = [
-        *(f"{note}." for entry, _ in every for note in entry.plan.notes),
+        *(f"{note}." for entry, _ in every for note in notes_of(entry.plan)),
         *(f"{e.choice.variant.name}: {note}." for e, report in every for note in report.notes),
         *_general_notes(request, baseline, variants),
         *_variant_notes(every),

@@ -21,7 +21,6 @@ from qkv.jobs.measure.compare_entry import (
     check_shapes,
     full_shape,
 )
-from qkv.jobs.measure.probe_plans import Float64Plan
 from qkv.jobs.measure.row_divergence import MAX_HEADS, RowDivergencePlan, select_inputs
 from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
 from qkv.jobs.plan import Limits, Plan
@@ -141,7 +140,7 @@ class CompareRequest:
     def float64_job(self) -> Job:
         """The baseline's run on the same inputs in float64."""
         timed = self.baseline.timing
-        return Job(Float64Plan.of(timed.plan), timed.tensors, timed.layer)
+        return Job(timed.plan.measured("float64"), timed.tensors, timed.layer)
 
     @cached_property
     def rows(self) -> list[tuple[int, int]]:

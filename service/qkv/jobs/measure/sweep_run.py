@@ -11,9 +11,9 @@ from qkv.attention.signature import STATE
 from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_report import summarize_times
-from qkv.jobs.measure.probe_plans import PEAK_BYTES, PeakMemoryPlan, TimingPlan
 from qkv.jobs.measure.sweep_curve import Curve
 from qkv.jobs.measure.sweep_request import SweepRequest, Times, crossovers
+from qkv.jobs.plan import PEAK_BYTES, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.responses import Cell, Crossover, Done, Progress
 
@@ -104,7 +104,7 @@ class SweepRun:
         held = await self._state_before(curve, cell.length) if curve.way == "state" else {}
         with self._runner.reserve(plan.bytes_in):
             job = await self._new_job(plan, cell.length, held)
-            peak, _ = await self._runner.measure(Job(PeakMemoryPlan.of(plan), job.tensors))
+            peak, _ = await self._runner.measure(Job(plan.measured("peak"), job.tensors))
             times_ms = [(await self._runner.measure(job))[1] for _ in range(self._request.repeats)]
         times = summarize_times(times_ms)
         measured = {
@@ -126,7 +126,7 @@ class SweepRun:
         return {name: x for name, x in outputs.items() if name.startswith(STATE)}
 
     async def _new_job(
-        self, plan: TimingPlan, length: int, held: Mapping[str, RawTensor] | None = None
+        self, plan: Plan, length: int, held: Mapping[str, RawTensor] | None = None
     ) -> Job:
         work = asyncio.to_thread(self._request.job, plan, length, held)
         return await _finish_despite_cancel(work)
