@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.metadata import version
 from typing import Any
@@ -11,6 +12,7 @@ from fastapi import routing
 
 from qkv.api.app import create_app
 from qkv.settings import Settings
+from qkv.wire import safetensors
 from support.paths import ROOT
 from support.service import Server
 
@@ -53,3 +55,27 @@ def test_a_wrong_deadline_is_refused_before_the_body_is_read(server: Server) -> 
     response = server.http.post("/v1/convert", content=b"{", headers=headers)
     assert response.status_code == 400
     assert "X-Request-Timeout is invalid" in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "tensors", "fields", "pointer"),
+    [
+        ("/v1/convert", ["check.x", "W"], {"from": "v1", "check": 5}, "/check/y"),
+        ("/v1/compare", ["layer.W", "x"], {"variants": ["mean"], "layer": "v1"}, "/layer"),
+        ("/v1/compare", ["query"], {"variants": ["mean"], "inputs": {}}, "/inputs"),
+        ("/v1/verify/softmax", ["output"], {"case": {}, "outputs": {}}, "/outputs"),
+    ],
+)
+def test_metadata_in_the_place_of_tensors_is_refused(
+    server: Server, path: str, tensors: list[str], fields: dict[str, Any], pointer: str
+) -> None:
+    header: dict[str, Any] = {
+        name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
+        for i, name in enumerate(tensors)
+    }
+    text = json.dumps(header | {"__metadata__": {"qkv": json.dumps(fields)}}).encode()
+    body = len(text).to_bytes(8, "little") + text + bytes(4 * len(tensors))
+    headers = {"Content-Type": safetensors.MEDIA_TYPE}
+    response = server.http.post(path, content=body, headers=headers)
+    assert response.status_code == 422, response.text
+    assert response.json()["pointer"] == pointer

@@ -28,6 +28,7 @@ from qkv.api.request_body import (
     require_json,
 )
 from qkv.engine.admission import AdmittedBody
+from qkv.errors import InvalidContent, pointer_to
 from qkv.jobs.fields import field_error
 from qkv.wire import json, require_acceptable
 from qkv.wire.message import Message
@@ -213,14 +214,24 @@ class _Body:
 
 
 def _document(message: Message, group: str | None) -> dict[str, Any]:
-    """Returns a body with its tensors in their places."""
+    """Returns a body with its tensors in their places.
+
+    Raises:
+        InvalidContent: the metadata of a file has a field in the place of its tensors.
+    """
     document = dict(message.fields)
     if group is not None:
+        if group in document:
+            raise InvalidContent(
+                f"unknown field {group!r} in the metadata: expected tensors of the file",
+                pointer=pointer_to(group),
+            )
         document[group] = message.tensors
     for name, tensors in (("layer", message.layer), ("check", message.check)):
-        if tensors:
+        given = document.get(name, {})
+        if tensors and isinstance(given, dict):  # the model refuses another
             inner = {"tensors": tensors} if name == "layer" else tensors
-            document[name] = {**document.get(name, {}), **inner}
+            document[name] = {**given, **inner}
     return document
 
 

@@ -20,7 +20,6 @@ __all__ = [
     "form_tensors",
     "parse",
     "query_axis",
-    "schema",
 ]
 
 _KNOWN: Final = '"full", "none", "stats", {"rows": [...]}, {"top_k": k} or {"pool": bins}'
@@ -192,29 +191,3 @@ def form_sizes(form: WeightForm, weights: Output, sizes: Mapping[str, int]) -> d
         "Q": min(form.size, keys),
     }
     return {**sizes, **form_letters}
-
-
-def schema(weights: Output) -> dict[str, Any]:
-    """Returns the JSON schema of the field `weights` of a request."""
-    count = {"type": "integer", "minimum": 1, "maximum": (1 << 63) - 1}
-    row = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
-    fields = {"top_k": count, "pool": count}
-    if query_axis(weights) is not None:
-        fields = {"rows": {"type": "array", "minItems": 1, "items": row}} | fields
-    objects = (
-        {
-            "type": "object",
-            "properties": {name: field},
-            "required": [name],
-            "additionalProperties": False,
-        }
-        for name, field in fields.items()
-    )
-    return {
-        "anyOf": [{"type": "string", "enum": ["full", "none", "stats"]}, *objects],
-        "default": "full",
-        "description": "The form of the weights. full: the whole matrix. none: no weights. rows: "
-        "chosen rows. top_k: the k largest weights of each row. pool: the matrix in bins, each "
-        "summed over its keys and averaged over its queries. stats: statistics of each row and key "
-        "instead of weights.",
-    }

@@ -45,6 +45,7 @@ class SweepFields(pydantic.BaseModel):
         pydantic.Field(
             min_length=1,
             max_length=64,
+            json_schema_extra={"uniqueItems": True},
             description="The lengths of queries and keys, or of the tokens before the next one. "
             "Each length once.",
         ),
