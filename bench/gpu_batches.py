@@ -13,8 +13,8 @@ from gpu_jobs import KINDS, Kind, build_jobs, kinds_of
 from qkv.attention.catalogue import variants
 from qkv.engine.device.accelerator import Accelerator
 from qkv.engine.executor import execute, launch
-from qkv.engine.result import Result
 from qkv.jobs.job import Job
+from qkv.jobs.result import Result
 from qkv.tensors import FLOATING
 from support.hidden_waits import count_hidden_waits
 

@@ -18,10 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qkv.engine.device.accelerator import Accelerator
 from qkv.engine.engine import GPU_MAX_BATCH, Engine
-from qkv.engine.load import Load
-from qkv.engine.result import Result
 from qkv.jobs.job import Job
+from qkv.jobs.load import Load
 from qkv.jobs.plan import Plan
+from qkv.jobs.result import Result
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 

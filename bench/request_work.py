@@ -35,7 +35,7 @@ OURS: Final = str(Path(qkv.__file__).parent)
 WARM_UP: Final = 30  # requests
 COUNTED: Final = 50  # requests
 SIX_TOKENS: Final = (1, 1, 6, 4)
-BACKGROUND: Final = {"WorkerState.run_heartbeat", "Server.main_loop", "HttpProtocol._check"}
+BACKGROUND: Final = {"WorkerState.run_heartbeat", "Server.main_loop", "ClientTimer._check"}
 """Functions that run beside requests, more often the longer these take."""
 _OFF, _ON, _WRITE = range(3)
 

@@ -108,7 +108,7 @@ def test_service_needs_no_matplotlib() -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None; from qkv.api.app import create_app; "
         "from qkv.api.endpoints.variants import entry; from qkv.attention import catalogue; "
-        "print(entry(catalogue.find('softmax'))['picture'])"
+        "print(entry(catalogue.find('softmax')).picture)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "/v1/variants/softmax/picture"

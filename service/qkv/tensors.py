@@ -11,7 +11,7 @@ import numpy as np
 
 from qkv.errors import InvalidContent
 
-__all__ = ["DTYPES", "FLOATING", "RawTensor", "nbytes", "unsupported_dtype"]
+__all__ = ["DTYPES", "FLOATING", "RawTensor", "are_booleans", "nbytes", "unsupported_dtype"]
 
 DTYPES: Final[dict[str, np.dtype]] = {
     "float64": np.dtype("<f8"),
@@ -31,6 +31,11 @@ FLOATING: Final = ("float64", "float32", "float16", "bfloat16")
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
     """Returns the bytes of a dense tensor. Python integers do not overflow, whatever the shape."""
     return DTYPES[dtype].itemsize * math.prod(shape)
+
+
+def are_booleans(data: bytearray | memoryview) -> bool:
+    """Returns True if all bytes are 0 or 1, as those of a boolean tensor."""
+    return not data or int(np.frombuffer(data, np.uint8).max()) <= 1
 
 
 def unsupported_dtype(name: str, dtype: object) -> InvalidContent:

@@ -119,13 +119,13 @@ def test_key_of_every_request_on_a_connection_is_checked(
 ) -> None:
     """Also after the same request with a key on the same connection."""
     run_jobs: list[Job] = []
-    submit_small = Engine.submit_small
+    submit = Engine.submit
 
     def counted(engine: Engine, job: Job, **options: Any) -> Any:
         run_jobs.append(job)
-        return submit_small(engine, job, **options)
+        return submit(engine, job, **options)
 
-    monkeypatch.setattr(Engine, "submit_small", counted)
+    monkeypatch.setattr(Engine, "submit", counted)
     body, length = encode_body(random_inputs(0))
 
     def status(connection: socket.socket, *lines: str) -> bytes:

@@ -36,7 +36,7 @@ class EndlessWork:
         self._lock, self._pause = threading.Lock(), threading.Event()
         monkeypatch.setattr(f"qkv.api.endpoints.{PLACES[path]}", self._work)
 
-    def _work(self, _: object, raise_if_stopped: Callable[[], None]) -> None:
+    def _work(self, _: object, raise_if_stopped: Callable[[], None], *__: object) -> None:
         with self._lock:
             self.begun, self.running = self.begun + 1, self.running + 1
         try:
@@ -69,12 +69,12 @@ def test_work_of_clients_that_leave_ends_and_runs_do_not_wait(
             leaving.enter_context(socket.create_connection(server.address, TIMEOUT_S)).sendall(
                 (head + body).encode()
             )
-        wait_until(lambda: server.engine.admission.incoming.requests == clients)
+        wait_until(lambda: server.engine.admission.bodies.total.requests == clients)
         wait_until(lambda: work.running in (1, 2))
         assert send_large_run(server).is_success
         assert work.running in (1, 2)
         leaving.close()
-        wait_until(lambda: server.engine.admission.incoming.requests == 0)
+        wait_until(lambda: server.engine.admission.bodies.total.requests == 0)
         assert work.running == 0
     assert server.http.post(path, json=BODIES[path]).is_success
 

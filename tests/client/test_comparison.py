@@ -136,8 +136,8 @@ def test_response_is_parsed_to_a_comparison(run_compare: RunCompare) -> None:
     assert mean.weights is None
     assert comparison.notes == tuple(RESPONSE["notes"])
     assert comparison.timing.device == "cpu"
-    with pytest.raises(AttributeError):
-        comparison.notes = ()  # type: ignore[misc]
+    with pytest.raises(ValueError, match="frozen"):
+        comparison.notes = ()
 
 
 def test_fields_of_a_newer_service_are_ignored(run_compare: RunCompare) -> None:

@@ -97,7 +97,7 @@ def test_cells_arrive_in_the_order_of_measurement(run_sweep: RunSweep) -> None:
     ]  # fmt: skip
     assert cells[2].problem == PROBLEM
     assert sweep.cells == cells
-    assert sweep.crossovers == [Crossover(0, 1, 300.5, (256, 512))]
+    assert sweep.crossovers == [Crossover(before=0, after=1, length=300.5, between=(256, 512))]
     assert sweep.finished
     assert received.paths == ["/v1/sweep"]
     assert received.headers[0]["accept"] == "text/event-stream"

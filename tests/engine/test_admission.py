@@ -15,13 +15,12 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from qkv.engine.admission import Admission, AdmissionController
+from qkv.engine.admission import Admission, AdmittedBody
 from qkv.engine.executor import Launched, launch
-from qkv.engine.load import Backlog, Load
-from qkv.engine.shared_limit import SharedLimit
-from qkv.engine.tenant import Tenant
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.convert import convert_message
+from qkv.jobs.load import Load
+from qkv.jobs.tenant import Tenant
 from qkv.wire.message import Message
 from support.known_requests import assert_problem
 from support.processes import TIMEOUT_S, wait_until
@@ -92,7 +91,7 @@ def test_rejected_client_that_sends_all_first_gets_503_and_no_reset(
         for _ in range(3):
             response = post(server.url, content, Connection=connection)
             assert_problem(response, 503)
-        assert server.engine.admission.incoming.requests == 0
+        assert server.engine.admission.bodies.total.requests == 0
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -102,8 +101,8 @@ def test_bodies_being_received_count(serve: Serve, declared: bool) -> None:
     piece = b" " * 1500 if declared else b"5dc\r\n%b\r\n" % (b" " * 1500)
     with open_connection(server) as slow:
         slow.sendall(f"{HEAD}Content-Type: application/json\r\n{length}\r\n\r\n".encode() + piece)
-        wait_until(lambda: server.engine.admission.incoming.bytes >= 1500)
-        assert server.engine.admission.incoming.requests == 1
+        wait_until(lambda: server.engine.admission.bodies.total.bytes >= 1500)
+        assert server.engine.admission.bodies.total.requests == 1
         problem = assert_problem(post(server.url, body(rows=40)), 503)
         assert "the limit is 3000" in problem["detail"]
         assert post(server.url, body()).is_success  # it fits
@@ -111,7 +110,7 @@ def test_bodies_being_received_count(serve: Serve, declared: bool) -> None:
             slow.sendall(b" " * 500)
             assert read_head(slow).startswith("HTTP/1.1 400 ")
     wait_until(
-        lambda: server.engine.admission.incoming.requests == 0
+        lambda: server.engine.admission.bodies.total.requests == 0
     )  # the response is sent, or the client has disconnected
     assert post(server.url, body(rows=40)).is_success
 
@@ -131,18 +130,18 @@ def test_body_that_outgrows_the_queue_gets_503_while_it_arrives(
         head += f"Content-Length: {len(content) + 1}\r\n\r\n"
     with open_connection(server) as other, open_connection(server) as large:
         other.sendall(f"{HEAD}Content-Length: 9\r\n\r\n".encode())
-        wait_until(lambda: server.engine.admission.incoming.requests == 1)
+        wait_until(lambda: server.engine.admission.bodies.total.requests == 1)
         large.sendall(head.encode() + content)  # the end of the body is missing
         rejection = read_head(large)
         assert rejection.startswith("HTTP/1.1 503 ")
         assert "retry-after: " in rejection
-        assert server.engine.admission.incoming == Load(1, 9)
+        assert server.engine.admission.bodies.total == Load(1, 9)
         headers = {"Content-Encoding": coding}
         for _ in range(2):  # on one connection, by a client that sends all before it reads
             response = server.http.post(path, content=iter([content]), headers=headers)
             assert response.status_code == 503
             assert "the limit is 2097152" in response.text
-    wait_until(lambda: server.engine.admission.incoming == Load())
+    wait_until(lambda: server.engine.admission.bodies.total == Load())
     assert server.http.post(path, content=iter([content]), headers=headers).status_code == 400
 
 
@@ -197,7 +196,7 @@ def test_conversions_count_from_their_head_to_their_response(
     server = serve(max_queue=2)
     converting, go_on = threading.Event(), threading.Event()
 
-    def slow(message: Message, _: object) -> Message:
+    def slow(message: Message, *_: object) -> Message:
         converting.set()
         assert go_on.wait(TIMEOUT_S)
         return convert_message(message)
@@ -212,19 +211,19 @@ def test_conversions_count_from_their_head_to_their_response(
     with ThreadPoolExecutor(1) as pool, open_connection(server) as receiving:
         running = pool.submit(send_request)
         assert converting.wait(TIMEOUT_S)
-        assert server.engine.admission.incoming.requests == 1
-        assert server.engine.admission.incoming.bytes > len(content)
+        assert server.engine.admission.bodies.total.requests == 1
+        assert server.engine.admission.bodies.total.bytes > len(content)
         head = "POST /v1/convert HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
         receiving.sendall(head.encode())
-        wait_until(lambda: server.engine.admission.incoming.requests == 2)
+        wait_until(lambda: server.engine.admission.bodies.total.requests == 2)
         for response in (send_request(), post(server.url, body())):
             assert "2 requests are queued" in assert_problem(response, 503)["detail"]
             assert response.headers["retry-after"] == "1"
         go_on.set()
         assert running.result(TIMEOUT_S).is_success
-        wait_until(lambda: server.engine.admission.incoming.requests == 1)
+        wait_until(lambda: server.engine.admission.bodies.total.requests == 1)
         assert send_request().is_success
-    wait_until(lambda: server.engine.admission.incoming == Load())
+    wait_until(lambda: server.engine.admission.bodies.total == Load())
 
 
 def test_bodies_count_only_while_they_are_received(
@@ -237,7 +236,7 @@ def test_bodies_count_only_while_they_are_received(
     admitted: list[int] = []
     admit = admission.admit
 
-    def counted(size: int, tenant: Tenant) -> Admission:
+    def counted(size: int, tenant: Tenant) -> AdmittedBody:
         admitted.append(size)
         return admit(size, tenant)
 
@@ -247,12 +246,12 @@ def test_bodies_count_only_while_they_are_received(
             other.send(request)
             other.read_response()
         assert admitted == [size] * 4
-        assert admission.incoming == Load()
+        assert admission.bodies.total == Load()
         admitted.clear()
         slow.send(request[:-100])
-        wait_until(lambda: admission.incoming.requests == 1)
+        wait_until(lambda: admission.bodies.total.requests == 1)
         assert admitted == [size]
-        assert admission.incoming.bytes == size
+        assert admission.bodies.total.bytes == size
         slow.send(request[-100:-50])
         for cut in (len(request), -100):  # the limit is one request, however its body arrives
             other.send(request[:cut])
@@ -262,25 +261,25 @@ def test_bodies_count_only_while_they_are_received(
             assert other.status() == 503
             other.rest()
         assert admitted == [size] * 3
-        assert admission.incoming.requests == 1
+        assert admission.bodies.total.requests == 1
         slow.send(request[-50:])
         slow.read_response()
-        wait_until(lambda: admission.incoming == Load())
+        wait_until(lambda: admission.bodies.total == Load())
         slow.send(request[:-100])
-        wait_until(lambda: admission.incoming.requests == 1)
+        wait_until(lambda: admission.bodies.total.requests == 1)
     wait_until(
-        lambda: admission.incoming == Load()
+        lambda: admission.bodies.total == Load()
     )  # the client disconnects before the end of the body
     assert in_flight_count(server) == 0
 
 
 def test_request_counts_while_its_work_waits_and_a_slow_body_does_not() -> None:
-    controller = AdmissionController(SharedLimit(Load(8, 1000, 1), lambda _: 1), Backlog())
-    controller.body_timeout_s = -1e-3
-    slow = controller.admit(900)
-    with controller.admit(900) as received:
-        assert slow not in controller.admissions
+    admission = Admission(Load(8, 1000, 1))
+    admission.body_timeout_s = -1e-3
+    slow = admission.admit(900)
+    with admission.admit(900) as received:
+        assert slow not in admission.admitted
         received.is_received = True
         with pytest.raises(ServiceUnavailable):
-            controller.admit(900)
-    controller.admit(900)
+            admission.admit(900)
+    admission.admit(900)

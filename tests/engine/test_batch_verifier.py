@@ -14,8 +14,8 @@ import pytest
 from qkv.engine.batch_verifier import BatchVerifier, VerifyMode
 from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, launch
-from qkv.engine.result import Result
 from qkv.jobs.job import Job
+from qkv.jobs.result import Result
 from qkv.tensors import RawTensor
 from support.engines import bits, new_job, run_together
 from support.pretended_device import PretendedDevice

@@ -12,11 +12,11 @@ import torch
 
 from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, launch
-from qkv.engine.result import Result
 from qkv.errors import Internal, InvalidContent, PayloadTooLarge, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
+from qkv.jobs.result import Result
 from support.any_device import any_device as any_device
-from support.engines import bits, hold, hold_device_thread, plain, with_engine
+from support.engines import bits, plain, with_engine
 from support.processes import TIMEOUT_S
 
 
@@ -36,7 +36,7 @@ def test_a_failing_job_fails_alone(place: int) -> None:
     async def test(engine: Engine) -> None:
         alone = [await engine.submit(job) for job in jobs]
         engine.batch_runner.launch = failing
-        with hold(engine):
+        with engine.paused():
             futures = [engine.submit(job) for job in jobs]
         results = await asyncio.gather(*futures, return_exceptions=True)
         for i, (one, response) in enumerate(zip(alone, results, strict=True)):
@@ -78,7 +78,7 @@ def test_device_thread_survives_a_failing_batch(
     async def test(engine: Engine) -> None:
         good = bits(await engine.submit(plain(1)))
         engine.batch_runner.launch = failing
-        with hold(engine):
+        with engine.paused():
             futures = [engine.submit(plain(seed)) for seed in range(5)]
         results = await asyncio.gather(*futures, return_exceptions=True)
         assert [type(a) for a in results] == [expected] * 5
@@ -91,7 +91,7 @@ def test_device_thread_survives_a_failing_batch(
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
-def test_event_loop_survives_a_failing_inline_job(error: BaseException) -> None:
+def test_event_loop_survives_a_failing_small_job(error: BaseException) -> None:
     """A small job runs on the event loop, where such an exception would end the process."""
 
     def failing(*_: Any) -> Any:
@@ -101,9 +101,9 @@ def test_event_loop_survives_a_failing_inline_job(error: BaseException) -> None:
         job = plain(1)
         engine.batch_runner.launch = failing
         with pytest.raises(Internal, match="the computation failed"):
-            engine.run_inline(job)
+            await engine.submit(job)
         engine.batch_runner.launch = launch
-        assert engine.run_inline(job) is not None
+        await engine.submit(job)
 
     with_engine(test)
 
@@ -114,7 +114,7 @@ def test_device_thread_survives_a_fault_outside_a_batch() -> None:
 
     async def test(engine: Engine) -> None:
         engine.batch_runner.launch = lambda *_: list
-        with hold(engine):
+        with engine.paused():
             futures = [engine.submit(plain(seed)) for seed in range(2)]
         results = await asyncio.gather(*futures, return_exceptions=True)
         assert [type(a) for a in results] == [Internal] * 2
@@ -130,7 +130,7 @@ def test_failing_queue_fails_all_queued_jobs(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("marked")
 
     async def test(engine: Engine) -> None:
-        with hold(engine):
+        with engine.paused():
             futures = [engine.submit(plain(seed, length=3 + seed)) for seed in range(3)]
             # a bug of the queue itself: nothing outside the engine can cause one
             monkeypatch.setattr(engine._queue, "take_batch", failing)
@@ -190,7 +190,7 @@ def test_bug_in_a_callback_leaves_no_job_without_a_result(call: int) -> None:
             raise OSError("a bug")
 
     async def test(engine: Engine) -> None:
-        with hold_device_thread(engine):
+        with engine.paused():
             futures = [engine.submit(plain(seed, length=4 + seed)) for seed in range(3)]
         done = await asyncio.wait_for(asyncio.gather(*futures, return_exceptions=True), TIMEOUT_S)
         assert all(isinstance(result, Result) for result in done)

@@ -15,7 +15,8 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device.layer_memory import LayerMemory
 from qkv.engine.engine import Engine
 from qkv.engine.executor import execute, launch
-from qkv.engine.remote.job_memory import input_bytes
+from qkv.engine.remote.job_memory import layouts_of
+from qkv.jobs import plan_codec
 from qkv.jobs.gradient_plan import GradientPlan
 from qkv.jobs.job import Job
 from qkv.jobs.loaded.checkpoint_loader import load_checkpoints
@@ -196,7 +197,7 @@ def test_device_process_has_the_weights(layers: LoadedLayers) -> None:
     for kind in (Plan, GradientPlan):
         for change in changes:
             sent = job(layers, kind=kind, **change)
-            assert input_bytes(sent.plan) == sum(t.nbytes for t in sent.tensors.values())
+            assert layouts_of(sent.plan).input_bytes == sum(t.nbytes for t in sent.tensors.values())
 
             async def test(fixture: remote_service.Service, sent: Job = sent) -> None:
                 there = await fixture.remotes[0].submit(sent)
@@ -208,7 +209,7 @@ def test_device_process_has_the_weights(layers: LoadedLayers) -> None:
 def test_plans_of_one_layer_do_not_count_its_weights(layers: LoadedLayers) -> None:
     plan = job(layers).plan
     assert plan.bytes_in == LENGTH * WIDTH * 4
-    assert len(plan.encoded) < 4096
+    assert len(plan_codec.encode(plan)) < 4096
 
 
 def test_batch_of_a_folder_that_is_gone(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device.selection import find_device, new_device
 from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, execute, launch
-from qkv.engine.load import Load
-from qkv.engine.result import Result
 from qkv.errors import PayloadTooLarge
 from qkv.jobs.job import Job
+from qkv.jobs.load import Load
 from qkv.jobs.plan import Plan
+from qkv.jobs.result import Result
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
 from support.engines import bits, new_job, run_together
 from support.hidden_waits import count_hidden_waits

@@ -9,10 +9,10 @@ from typing import Final
 from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.engine import Engine
 from qkv.engine.executor import launch
-from qkv.engine.result import Result
 from qkv.jobs.job import Job
+from qkv.jobs.result import Result
 from qkv.telemetry.worker_state import SharedState
-from support.engines import bits, hold_device_thread, new_job
+from support.engines import bits, new_job
 from support.pretended_device import PretendedDevice, log
 from support.processes import TIMEOUT_S
 from support.raw_connection import random_inputs
@@ -55,7 +55,7 @@ def run_all(engine_device: PretendedDevice, groups: list[list[Job]]) -> list[Res
         engine = Engine(engine_device, max_batch=8, verifier=BatchVerifier("off"))
         engine.start()
         try:
-            with hold_device_thread(engine):
+            with engine.paused(small_jobs=False):
                 futures = [engine.submit(job) for jobs in groups for job in jobs]
                 log.clear()
             return await asyncio.wait_for(asyncio.gather(*futures), TIMEOUT_S)

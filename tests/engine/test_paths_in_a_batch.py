@@ -13,10 +13,10 @@ from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.engine.device.device import Device
 from qkv.engine.executor import execute
-from qkv.engine.result import Result
 from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
+from qkv.jobs.result import Result
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.engines import CPU, LIMITS, new_job

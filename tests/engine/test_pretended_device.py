@@ -15,12 +15,12 @@ from qkv.attention.variant import Variant
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.engine import Engine
 from qkv.engine.executor import execute
-from qkv.engine.result import Result
 from qkv.errors import QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
+from qkv.jobs.result import Result
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
-from support.engines import hold_device_thread, new_job
+from support.engines import new_job
 from support.job_outputs import assert_close
 from support.pretended_device import (
     PRETENDED,
@@ -73,7 +73,7 @@ def run_batch(jobs: Sequence[Job], before: Callable[[], None], device: Pretended
         engine = Engine(device, max_batch=8)
         engine.start()
         try:
-            with hold_device_thread(engine):
+            with engine.paused(small_jobs=False):
                 futures: list[Awaitable[Result]] = [engine.submit(job) for job in jobs]
                 before()
             results = await asyncio.wait_for(

@@ -12,10 +12,10 @@ from qkv.attention.catalogue import variants
 from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.engine.executor import execute
-from qkv.engine.result import Result
 from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
+from qkv.jobs.result import Result
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.engines import LIMITS, new_job

@@ -12,6 +12,7 @@ import pytest
 
 from qkv.engine.executor import execute
 from qkv.errors import InvalidContent, QkvError
+from qkv.jobs.annotations import annotate
 from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
@@ -37,7 +38,7 @@ def outcome(work: Callable[[], Job]) -> Any:
     plan = job.plan
     return (
         {n: (t.dtype, t.shape, bytes(t.data)) for n, t in output.outputs.items()}, output.backend,
-        plan.arguments, plan.outputs, plan.form, plan.annotations(), plan.output_specs,
+        plan.arguments, plan.outputs, plan.form, annotate(plan), plan.output_specs,
         plan.bytes_in, plan.bytes_out, plan.flops, plan.score_count, plan.is_small, plan.batch_size,
         plan.inputs.dtype, plan.inputs.shapes, plan.inputs.axes.sizes, plan.uses_sdpa,
     )  # fmt: skip

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from qkv.engine.executor import execute
-from qkv.engine.remote.job_memory import input_bytes, read_job, write_inputs
-from qkv.engine.remote.plan_reader import PlanReader
+from qkv.engine.remote.job_memory import layouts_of, read_inputs, write_inputs
+from qkv.jobs import plan_codec
+from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.jobs.plan_cache import BoundedCache, PlanCache
 from qkv.tensors import RawTensor
@@ -80,14 +81,15 @@ class Process:
     """The caches that a request passes, in a worker and in the device process."""
 
     def __init__(self) -> None:
-        self.plans, self.of_device = PlanCache(LIMITS), PlanReader()
+        self.plans, self.of_device = PlanCache(LIMITS), PlanCache(LIMITS, 64 * MIB)
 
     def send(self, message: Message) -> None:
         """Sends a request until its job is decoded."""
         job = self.plans.new_job(Plan, "softmax", message)
-        memory = np.zeros(input_bytes(job.plan), np.uint8)
+        memory = np.zeros(layouts_of(job.plan).input_bytes, np.uint8)
         write_inputs(job, memory)
-        execute([read_job(self.of_device.read(job.plan.encoded), memory)], CPU, False)
+        plan = self.of_device.decode(job.plan.derived(plan_codec.encode))
+        execute([Job(plan, *read_inputs(plan, memory))], CPU, False)
 
     @property
     def held_bytes(self) -> int:
@@ -137,7 +139,7 @@ def test_caches_are_bounded_in_bytes() -> None:
 
 
 def test_cache_drops_the_oldest_values_for_a_large_one() -> None:
-    cache: BoundedCache[int] = BoundedCache(100, 640)
+    cache: BoundedCache[int] = BoundedCache(640)
     for key in range(64):
         cache.put(key, key, 10)
     assert (len(cache), cache.held_bytes) == (64, 640)

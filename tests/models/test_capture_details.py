@@ -231,6 +231,7 @@ def test_unknown_arguments_of_floats_are_reported() -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
 @pytest.mark.parametrize("with_padding", [True, False])
 def test_masks_of_both_kinds_have_the_dtype_of_the_queries(with_padding: bool) -> None:
     model = nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.bfloat16).eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Final
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
+from qkv.models.capture import CaptureWarning
 from support.captured_models import state_of, tensors_of
 
 M: Final = 16
@@ -191,6 +193,31 @@ def test_layer_with_attention_of_its_own_is_captured_or_reported(training: bool)
         with pytest.warns(UserWarning, match="in code of its own"), qkv.capture(model) as calls:
             assert torch.equal(model(x), expected)
     assert (len(calls), [m.layer for m in calls.missed]) == (0, [""])
+
+
+@pytest.mark.parametrize("kind", ["mask", "padding"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_that_the_fast_path_takes_for_truth_values_are_reported(
+    kind: str, dtype: torch.dtype, fast_layers: list[bool]
+) -> None:
+    model = nn.TransformerEncoderLayer(M, HEADS, 24, batch_first=True, dtype=dtype).eval()
+    x = torch.randn(2, 5, M).to(dtype)
+    bias = {"src_mask": torch.zeros(5, 5)} if kind == "mask" else {}
+    bias = bias or {"src_key_padding_mask": torch.zeros(2, 5)}
+    (name,) = bias
+    bias[name] = bias[name].to(dtype)
+    for number, is_missed in ((-torch.inf, False), (-1.0, True)):
+        bias[name][0, 3:] = number
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", CaptureWarning)
+            expected = model(x, **bias)
+            with qkv.capture(model) as calls:
+                assert torch.equal(model(x, **bias), expected)
+        assert len(calls) == 1 - is_missed
+        assert [missed.reason for missed in calls.missed] == [
+            "torch's fast path takes the numbers of its mask for truth values"
+        ] * is_missed
+    assert fast_layers == [False] * 4
 
 
 @pytest.mark.parametrize("training", [False, True])

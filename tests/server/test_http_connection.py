@@ -347,11 +347,11 @@ def test_connect_gets_400(server: Server) -> None:
     ],
 )
 def test_silent_client_gets_408(short_read_timeout: Server, sent: bytes) -> None:
+    started_at = time.monotonic()
     with connected(short_read_timeout) as connection:
         connection.sendall(sent)
-        started_at = time.monotonic()
         statuses = [status for status, *_ in read_responses(connection)]
-        assert time.monotonic() - started_at > 0.5
+    assert time.monotonic() - started_at > 0.5  # a slow machine can only add to it
     expected = {b"": [], b"\r\n": [], LIVE + b"\r\n": [200]}
     before = [200] if sent.startswith(LIVE) else []
     assert statuses == expected.get(sent, [*before, 408])

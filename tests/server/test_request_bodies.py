@@ -115,10 +115,10 @@ def test_body_of_a_refused_upgrade_is_read_once(server: Server) -> None:
             first = caller.read_response()[2]
         for _ in range(2):
             caller.send(upgrade[: -len(body)])
-            wait_until(lambda: len(admission.admissions) == 1)
+            wait_until(lambda: len(admission.admitted) == 1)
             caller.send(body)
             assert caller.read_response()[2] == first
-            assert not admission.admissions
+            assert not admission.admitted
 
 
 def test_disconnect_in_the_middle_of_a_body_runs_nothing(

@@ -57,30 +57,26 @@ def test_service_is_ready_when_all_workers_are(service_process: Process) -> None
 
 
 @pytest.mark.parametrize("log", ["off", "json"])
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [
+def test_exit_of_a_worker_is_logged_with_its_signal(command: Command, log: str) -> None:
+    """As a line with time and level, or as JSON where requests are logged as JSON."""
+    service = command("serve", "--port", "0", "--workers", "1", QKV_REQUEST_LOG=log)
+    for number, reason in (
         (signal.SIGKILL, "by SIGKILL, perhaps out of memory,"),
         (signal.SIGSEGV, "by SIGSEGV"),
         (signal.SIGTERM, "with status 0"),
-    ],
-)
-def test_exit_of_a_worker_is_logged_with_its_signal(
-    command: Command, log: str, number: signal.Signals, reason: str
-) -> None:
-    """As a line with time and level, or as JSON where requests are logged as JSON."""
-    service = command("serve", "--port", "0", "--workers", "1", QKV_REQUEST_LOG=log)
-    assert service.url
-    os.kill(child_pids(service.popen.pid)[0], number)
-    wait_until(lambda: "restarting" in service.lines[-1])
-    line = service.lines[-1]
-    if log == "json":
-        time_text, level, message = json.loads(line).values()
-    else:
-        time_text, level, message = line.split(" ", 2)
-    assert datetime.fromisoformat(time_text).utcoffset() == timedelta(0)
-    assert level == "WARNING"
-    assert re.fullmatch(rf"worker 0 exited {reason} after \d+\.\d s; restarting it", message)
+    ):
+        wait_until(lambda: status_of(service.url, "/readyz") == 200)
+        count = len(service.lines)
+        os.kill(child_pids(service.popen.pid)[0], number)
+        wait_until(lambda count=count: len(service.lines) > count)  # type: ignore[misc]
+        (line,) = service.lines[count:]
+        if log == "json":
+            time_text, level, message = json.loads(line).values()
+        else:
+            time_text, level, message = line.split(" ", 2)
+        assert datetime.fromisoformat(time_text).utcoffset() == timedelta(0)
+        assert level == "WARNING"
+        assert re.fullmatch(rf"worker 0 exited {reason} after \d+\.\d s; restarting it", message)
 
 
 def test_workers_flag_overrides_the_environment(command: Command) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
-from unittest.mock import patch
 
 import torch
 
@@ -16,9 +14,10 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device.device import Device
 from qkv.engine.engine import Engine
 from qkv.engine.executor import execute
-from qkv.engine.result import Result
-from qkv.jobs.job import Job
+from qkv.jobs.job import DEFAULT_PRIORITY, Job
 from qkv.jobs.plan import Limits, Plan
+from qkv.jobs.result import Result
+from qkv.jobs.tenant import ANYONE, Tenant
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.known_requests import Array
@@ -27,6 +26,7 @@ T = TypeVar("T")
 
 LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=4 << 30)
 CPU: Final = CpuDevice()
+_NO_LOOP: Final = asyncio.new_event_loop()  # of jobs that wait for no engine; it never runs
 
 
 def new_test_device() -> Device:
@@ -78,46 +78,15 @@ class EngineRunner:
         self._runner.close()
 
 
-@contextmanager
-def hold_device_thread(engine: Engine) -> Iterator[None]:
-    """Keeps the device thread from taking jobs, as if it ran a large one.
-
-    It reaches into the engine: a job that blocks the thread would count in what tests read.
-    """
-    with ExitStack() as patches:
-        with engine._changed:
-            patches.enter_context(patch.object(engine._queue, "find_next", lambda: None))
-        try:
-            yield
-        finally:
-            with engine._changed:
-                patches.close()
-                engine._changed.notify()
-
-
-@contextmanager
-def hold(engine: Engine) -> Iterator[None]:
-    """Keeps the engine from running any job, so that a test can fill the queue.
-
-    Small jobs are queued too, as if they were large.
-    """
-    with (
-        hold_device_thread(engine),
-        patch.object(engine, "submit_small", lambda *_, **__: None),
-    ):
-        yield
-
-
-def submit_small(engine: Engine, job: Job, **options: Any) -> asyncio.Future[Result]:
-    """Submits a job that runs in this turn of the event loop, behind those of the turn."""
-    future = engine.submit_small(job, **options)
-    assert future is not None
-    return future
+def waiting(job: Job, tenant: Tenant = ANYONE, priority: int = DEFAULT_PRIORITY) -> Job:
+    """Returns a job whose wait has started, without an engine."""
+    job.start_wait(asyncio.Future(loop=_NO_LOOP), tenant, priority)
+    return job
 
 
 async def run_together(engine: Engine, jobs: Sequence[Job]) -> list[Result]:
     """Submits jobs while the device thread is paused; returns the results."""
-    with hold(engine):
+    with engine.paused():
         futures = [engine.submit(job) for job in jobs]
     return await asyncio.gather(*futures)
 

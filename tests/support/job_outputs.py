@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qkv.engine.result import Result
+from qkv.jobs.result import Result
 from support.known_requests import EPS
 
 __all__ = ["assert_close"]

@@ -20,7 +20,6 @@ from qkv.engine.engine import Engine
 from qkv.server import listener
 from qkv.server.worker import new_config
 from qkv.settings import Settings
-from support.engines import hold, hold_device_thread
 from support.processes import TIMEOUT_S, wait_until
 
 
@@ -60,11 +59,11 @@ class Server:
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
         """Keeps the engine from running any job, so that a test can fill the queue."""
-        return hold(self.engine)
+        return self.engine.paused()
 
     def hold_device_thread(self) -> contextlib.AbstractContextManager[None]:
         """Keeps the device thread from taking jobs; small jobs still run on the event loop."""
-        return hold_device_thread(self.engine)
+        return self.engine.paused(small_jobs=False)
 
     @property
     def clients(self) -> list[tuple[str, int]]:

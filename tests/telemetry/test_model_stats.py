@@ -23,7 +23,6 @@ from qkv.jobs.job import Job
 from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
-from support.engines import hold
 from support.processes import TIMEOUT_S, Process, running_command, wait_until
 from support.service import Server
 from support.service_processes import child_pids, status_of
@@ -269,7 +268,7 @@ def test_request_cancelled_at_its_deadline_is_not_counted(
         # so one turn of the loop cancels it, and then sees its deadline
         time.sleep(0.4)  # noqa: ASYNC251
 
-    with hold(engine):
+    with engine.paused():
         asyncio.run_coroutine_threadsafe(cancel(), server.loop).result(TIMEOUT_S)
         server.wait_until_queued(0)
     with triton_client(server.url) as client:

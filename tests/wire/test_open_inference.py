@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qkv.api.endpoints.open_inference_models import open_inference_error_response
+from qkv.api.error_responses import error_response
 from qkv.errors import InvalidContent, QkvError
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
@@ -224,7 +224,7 @@ def test_invalid_length_header_is_rejected(header: str) -> None:
 
 def test_error_detail_is_truncated() -> None:
     """Values of the request are truncated in the detail."""
-    response = open_inference_error_response(InvalidContent("a" * 10_000))
+    response = error_response(InvalidContent("a" * 10_000), "/v2")
     assert response.status_code == 400
     assert len(response.body) < 1000
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as stdlib
-import time
 import tracemalloc
 from typing import Any
 
@@ -259,12 +258,10 @@ def test_name_in_a_pointer_is_escaped() -> None:
     assert caught.value.pointer.endswith("/a~1b~0c")
 
 
+@pytest.mark.timeout(30)  # ends a comparison of all names with all others; this takes 0.1 s
 def test_repeated_name_is_found_in_linear_time() -> None:
-    """A quadratic comparison would block the event loop for minutes."""
-    before = time.process_time()
-    with pytest.raises(QkvError):
-        decode(file(many(20_000, twice=True)), "inputs")
-    assert time.process_time() - before < 2.0  # 0.01 with look-ups
+    with pytest.raises(QkvError, match="is repeated"):
+        decode(file(many(100_000, twice=True)), "inputs")
 
 
 # random bytes

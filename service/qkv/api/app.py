@@ -7,18 +7,18 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, FastAPI
-from fastapi.routing import APIRoute
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute, iter_route_contexts
 from fastapi_offline import FastAPIOffline
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
 
 from qkv.api.auth import ApiKeyMiddleware, ApiKeys
-from qkv.api.dispatcher import Dispatcher, Endpoint
 from qkv.api.endpoints import (
     compare,
     convert,
@@ -36,11 +36,17 @@ from qkv.api.endpoints import (
     verify,
 )
 from qkv.api.endpoints.open_inference_catalogue import ModelCatalogue
-from qkv.api.error_responses import error_response
+from qkv.api.endpoints.open_inference_infer import InferHandler
+from qkv.api.error_responses import (
+    ErrorMiddleware,
+    handle_http_error,
+    handle_validation_error,
+)
 from qkv.api.job_runner import JobRunner
 from qkv.api.observability import ObservabilityMiddleware, RequestObserver
 from qkv.api.openapi import document
 from qkv.api.request_source import RequestSourceMiddleware, SourceRules
+from qkv.api.routes import DirectRoute, DirectRouting
 from qkv.api_keys import ValidApiKeys
 from qkv.attention import catalogue
 from qkv.engine import own_variants
@@ -48,10 +54,10 @@ from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.selection import find_device, new_device
 from qkv.engine.engine import GPU_MAX_BATCH, Engine
 from qkv.engine.job_executor import JobExecutor
-from qkv.engine.load import Load
 from qkv.engine.remote.device_process import DeviceProcess
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.errors import InvalidContent
+from qkv.jobs.load import Load
 from qkv.jobs.loaded.checkpoint_loader import load_checkpoints
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.settings import Settings
@@ -72,8 +78,16 @@ __all__ = [
     "queue_limits",
 ]
 
-# qkv has spans and metrics of its own; FastAPI's would be a second set
-_NO_TELEMETRY: Final[Any] = {"tracing": False, "metrics": False, "logs": False}
+_PLAIN: Final[dict[str, Any]] = {
+    "redirect_slashes": False,
+    # qkv has spans and metrics of its own; FastAPI's would be a second set
+    "telemetry": {"tracing": False, "metrics": False, "logs": False},
+    "exception_handlers": {
+        HTTPException: handle_http_error,
+        RequestValidationError: handle_validation_error,
+    },
+}
+"""What the applications of a process share."""
 _LOG_INTERVAL_S: Final = 0.1  # seconds between writes of the request log
 
 
@@ -111,7 +125,7 @@ def create_app(
 ) -> FastAPI:
     """Returns the service as an ASGI application.
 
-    `app.state.runtime` is its `Runtime`, and `app.state.routes` has its routes.
+    `app.state.runtime` is its `Runtime`.
 
     Args:
         settings: None reads them from the environment.
@@ -130,6 +144,10 @@ def create_app(
     if api_keys is None and settings.has_keys:
         api_keys = ValidApiKeys(settings.read_keys)
     runtime = _build_runtime(settings, worker, remote, layers, api_keys)
+    routers, direct = _routers(runtime)
+    inner = [Middleware(DirectRouting, routes=direct)]
+    if runtime.api_keys is not None:
+        inner.insert(0, Middleware(ApiKeyMiddleware, api_keys=runtime.api_keys))
     app = FastAPIOffline(  # serves Swagger UI's files itself: no request to another host
         docs_url=None,  # the playground has the page, which sends the user's key
         redoc_url=None,
@@ -140,14 +158,14 @@ def create_app(
         openapi_tags=document.TAGS,
         license_info={"name": "Apache 2.0", "identifier": "Apache-2.0"},
         lifespan=lambda _: _running(runtime),
-        redirect_slashes=False,
-        telemetry=_NO_TELEMETRY,
+        middleware=_middleware(runtime, *inner),
+        **_PLAIN,
     )
-    direct, routes = _add_routes(app, runtime)
-    app.state.runtime, app.state.routes = runtime, routes
-    # FastAPI calls this in place of its own middleware
-    app.middleware_stack = _new_asgi(app, runtime, direct)
-    _set_document(app, routes, is_guarded=runtime.api_keys is not None)
+    for router in routers:
+        app.include_router(router)
+    app.state.runtime = runtime
+    list(iter_route_contexts(app.routes))  # FastAPI makes them now, not with the first request
+    _set_document(app, is_guarded=runtime.api_keys is not None)
     return app
 
 
@@ -234,17 +252,23 @@ async def _watch_device(engine: JobExecutor, worker: WorkerState) -> None:
     worker.set_ready(False)
 
 
-def _add_routes(app: FastAPI, runtime: Runtime) -> tuple[dict[str, Endpoint], list[APIRoute]]:
-    """Adds all routes; returns the endpoints that run variants, by path, and the routes."""
+def _routers(runtime: Runtime) -> tuple[list[APIRouter], dict[str, DirectRoute]]:
+    """Returns the routers of all resources, and the handlers that run variants by path."""
     settings, engine, job_runner = runtime.settings, runtime.engine, runtime.job_runner
     shared_state = runtime.worker.shared_state
     handler = run.RunHandler(job_runner, settings)
     models = ModelCatalogue(shared_state.models, job_runner.limits.layers)
-    infer = open_inference_infer.InferHandler(job_runner, models, settings)
-    run_routers = (run.attention_router(handler), run.gradients_router(handler))
-    routers = (
-        *run_routers,
-        open_inference_infer.router(infer),
+    runs = [run.attention_router(handler), run.gradients_router(handler)]
+    infer = open_inference_infer.router(job_runner, InferHandler(job_runner, models, settings))
+    direct = {r.path: (r.get_route_handler(), dict[str, str]()) for r in _api_routes(*runs)}
+    infer_route, *_ = _api_routes(infer)
+    for name in models.names:
+        handle = infer_route.get_route_handler()
+        direct[f"/v2/models/{name}/infer"] = handle, {"model": name}
+    routers = [
+        *runs,
+        run.unknown_router(handler),
+        infer,
         compare.router(job_runner, settings),
         sweep.router(job_runner, settings, shared_state),
         convert.router(job_runner, settings),
@@ -257,25 +281,12 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> tuple[dict[str, Endpoint], li
         metrics.router(shared_state, engine.device_name),
         open_inference_models.router(engine, shared_state, models),
         open_inference_repository.router(models),
-    )
-    for router in routers:
-        app.include_router(router)
-    direct: dict[str, Endpoint] = {r.path: r.endpoint for r in _api_routes(*run_routers)}
-    for name in models.names:
-        direct[f"/v2/models/{name}/infer"] = partial(infer.handle, model=name)
-    return direct, _api_routes(*routers)
+    ]
+    return routers, direct
 
 
 def _api_routes(*routers: APIRouter) -> list[APIRoute]:
     return [r for router in routers for r in router.routes if isinstance(r, APIRoute)]
-
-
-def _new_asgi(app: FastAPI, runtime: Runtime, direct: dict[str, Endpoint]) -> ASGIApp:
-    """Returns the way of a request: from its record through its checks to its endpoint."""
-    asgi: ASGIApp = Dispatcher(app, direct, runtime.worker)
-    if runtime.api_keys is not None:
-        asgi = ApiKeyMiddleware(asgi, runtime.api_keys, error_response)
-    return _observed(asgi, runtime)
 
 
 def new_metrics_app(runtime: Runtime) -> FastAPI:
@@ -284,45 +295,55 @@ def new_metrics_app(runtime: Runtime) -> FastAPI:
     Args:
         runtime: that of the service.
     """
-    app = FastAPI(openapi_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY)
-    app.include_router(metrics.router(runtime.worker.shared_state, runtime.engine.device_name))
-    app.middleware_stack = _observed(Dispatcher(app, {}, runtime.worker), runtime)
+    router = metrics.router(runtime.worker.shared_state, runtime.engine.device_name)
+    app = FastAPI(openapi_url=None, middleware=_middleware(runtime), **_PLAIN)
+    app.include_router(router)
     return app
 
 
-def _observed(asgi: ASGIApp, runtime: Runtime) -> ASGIApp:
-    """Returns an application that checks the source of a request, and records it before that."""
+def _middleware(runtime: Runtime, *inner: Middleware) -> list[Middleware]:
+    """Returns the way of a request: from its record through the check of its source to `inner`.
+
+    Args:
+        runtime: of the service.
+        *inner: the middlewares whose errors are answered.
+    """
     settings = runtime.settings
     rules = SourceRules(settings.origins, settings.hosts, settings.host)
-    checked = RequestSourceMiddleware(_allow_origins(asgi, settings.origins), rules, error_response)
-    return ObservabilityMiddleware(checked, runtime.observer, error_response)
+    return [
+        Middleware(ObservabilityMiddleware, observer=runtime.observer),
+        Middleware(RequestSourceMiddleware, rules=rules),
+        *_cors(settings.origins),
+        Middleware(ErrorMiddleware),
+        *inner,
+    ]
 
 
-def _allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
-    """Returns an application that browsers may call from pages of these origins.
+def _cors(origins: list[str]) -> list[Middleware]:
+    """Returns the middleware that lets pages of these origins call the service; none without any.
 
-    It wraps the check of keys: a preflight request has none.
+    It is outside the check of keys: a preflight request has none.
     """
     if not origins:
-        return app
-    return CORSMiddleware(
-        app,
-        allow_origins=origins,
-        allow_methods=("GET", "HEAD", "POST"),
-        allow_headers=("*",),
-        expose_headers=(
-            *("ETag", "Inference-Header-Content-Length", "Retry-After", "Server-Timing"),
-            "X-Request-ID",
-        ),
-    )
+        return []
+    exposed = ("ETag", "Inference-Header-Content-Length", "Retry-After", "Server-Timing")
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=(*exposed, "X-Request-ID"),
+        )
+    ]
 
 
-def _set_document(app: FastAPI, routes: list[APIRoute], is_guarded: bool) -> None:
+def _set_document(app: FastAPI, is_guarded: bool) -> None:
     """Replaces FastAPI's OpenAPI document."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = document.build_document(app, routes, is_guarded)
+            app.openapi_schema = document.build_document(app, is_guarded)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this way to extend it

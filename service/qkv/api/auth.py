@@ -7,15 +7,14 @@ from contextlib import suppress
 from hashlib import sha256
 from typing import Final
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qkv.api.endpoints.open_inference_models import HEALTH_PATHS
 from qkv.api.endpoints.playground import PATHS
 from qkv.api.request_record import record_of
 from qkv.api_keys import ValidApiKeys
-from qkv.engine.tenant import Tenant
-from qkv.errors import QkvError, Unauthorized
+from qkv.errors import Unauthorized
+from qkv.jobs.tenant import Tenant
 
 __all__ = ["PUBLIC_PATHS", "ApiKeyMiddleware", "ApiKeys"]
 
@@ -74,23 +73,19 @@ class ApiKeyMiddleware:
     Args:
         app: the application to protect.
         api_keys: the valid keys.
-        error_response: returns the response for an error at a path.
+
+    Raises:
+        Unauthorized: a request has none of them.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        api_keys: ApiKeys,
-        error_response: Callable[[QkvError, str], Response],
-    ) -> None:
-        self._app, self._api_keys, self._error_response = app, api_keys, error_response
+    def __init__(self, app: ASGIApp, api_keys: ApiKeys) -> None:
+        self._app, self._api_keys = app, api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
         if scope["type"] == "http":
             tenant = self._api_keys.find(scope["headers"])
             if tenant is not None:
                 record_of(scope).tenant = tenant
             elif scope["path"] not in PUBLIC_PATHS:
-                app = self._error_response(Unauthorized(), scope["path"])
-        return await app(scope, receive, send)
+                raise Unauthorized
+        await self._app(scope, receive, send)

@@ -6,37 +6,31 @@ again.
 
 from __future__ import annotations
 
-import math
 import secrets
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import pydantic
 
 from qkv.api.case_limits import check_cost
 from qkv.attention.catalogue import find
 from qkv.errors import InvalidContent, QkvError, format_value
-from qkv.jobs.fields import INTEGER, field_error
+from qkv.jobs.fields import INTEGER
 from qkv.testing.call import Call
 from qkv.testing.case_file import GRAD_OUTPUT, CaseFile, read_results
 from qkv.testing.case_spec import CaseSpec, input_digest
 from qkv.testing.check import Check
 from qkv.testing.judgement import check_shapes, judge
 from qkv.wire.message import Message
+from qkv.wire.tensor_types import FloatingDtype
+from qkv.wire.verify_responses import FIGURES, Figures, Verdict
 
-__all__ = ["AXES", "FIGURES", "CaseFields", "DrawFields", "draw_case", "judge_case"]
+__all__ = ["AXES", "CaseFields", "DrawFields", "draw_case", "judge_case"]
 
 AXES: Final = "BHGLSDEIO"
 """The axes whose sizes a request may give."""
-FIGURES: Final = (
-    "passed", "error", "budget", "units", "worst_index", "expected", "got", "cosine",
-    "torch_error", "torch_units",
-)  # fmt: skip
-"""The figures of each result in a verdict, as `Check` has them."""
-
 _CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 _DRAWN_SEEDS: Final = 2**53  # every JSON parser reads them exactly
 _NAMES: Final = {"worst_index": "worst"}  # of figures that have another name in `Check`
-_WORDS: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # as in tensors
 
 
 _Seed = Annotated[int, pydantic.Field(ge=0, lt=2**63), INTEGER]
@@ -51,7 +45,7 @@ class _SpecFields(pydantic.BaseModel):
         str, pydantic.Field(description="The family of inputs: docs/oracle.md describes each.")
     ] = "normal"
     dtype: Annotated[
-        Literal["float64", "float32", "float16", "bfloat16"],
+        FloatingDtype,
         pydantic.Field(description="Of the inputs and outputs."),
     ] = "float32"
     parameters: Annotated[
@@ -93,28 +87,17 @@ class CaseFields(_SpecFields):
     ]
 
 
-class _JudgeFields(pydantic.BaseModel):
-    """The fields of a request with outputs, without its tensors."""
-
-    model_config = _CONFIG
-
-    case: CaseFields
-
-
-def draw_case(variant: str, message: Message) -> Message:
+def draw_case(variant: str, fields: DrawFields, message: Message) -> Message:
     """Returns the inputs of a new case, and its specification.
 
     Args:
         variant: its name.
+        fields: of the request.
         message: the request.
 
     Raises:
-        QkvError: a field is invalid, the family does not fit, or a size is too large.
+        QkvError: the family does not fit, or a size is too large.
     """
-    try:
-        fields = DrawFields.model_validate(message.fields)
-    except pydantic.ValidationError as error:
-        raise field_error(error, [*DrawFields.model_fields, "encoding"], nested=AXES) from None
     if message.tensors:
         raise InvalidContent("outputs need a case: case is missing", pointer="/case")
     spec = CaseSpec(
@@ -136,31 +119,32 @@ def draw_case(variant: str, message: Message) -> Message:
     return Message({"case": case}, inputs, encoding=message.encoding)
 
 
-def judge_case(variant: str, message: Message) -> dict[str, Any]:
-    """Returns the verdict on outputs, as JSON.
+def judge_case(variant: str, case: CaseFields, message: Message) -> Verdict:
+    """Returns the verdict on outputs.
 
     Args:
         variant: its name.
+        case: of the request.
         message: the request.
 
     Raises:
-        QkvError: a field is invalid, the case is too large or draws other inputs here, or an output
-            is missing, unknown, or of another shape or dtype.
+        QkvError: the case is too large or draws other inputs here, or an output is missing,
+            unknown, or of another shape or dtype.
     """
-    try:
-        fields = _JudgeFields.model_validate(message.fields)
-    except pydantic.ValidationError as error:
-        known = ["case", "outputs", "encoding"]
-        raise field_error(error, known, nested=(*CaseFields.model_fields, *AXES)) from None
-    spec, call = _redraw(variant, fields.case)
+    spec, call = _redraw(variant, case)
     check_shapes(call, {n: x.shape for n, x in message.tensors.items()})
     results = read_results(message, call)
     report = judge(call, results, family=spec.family, seed=spec.seed)
     verdicts = {c.result.replace(" ", "_"): _figures(c) for c in report.checks}
     worst = max(report.checks, key=lambda c: c.units)
     name = worst.result.replace(" ", "_")
-    whole = {"passed": report.passed, "diagnosis": list(report.diagnosis), "result": name}
-    return {**verdicts[name], **whole, "results": verdicts}
+    return Verdict(
+        **verdicts[name].model_dump(exclude={"passed"}),
+        passed=report.passed,
+        diagnosis=tuple(report.diagnosis),
+        result=name,
+        results=verdicts,
+    )
 
 
 def _redraw(variant: str, case: CaseFields) -> tuple[CaseSpec, Call]:
@@ -191,9 +175,5 @@ def _redraw(variant: str, case: CaseFields) -> tuple[CaseSpec, Call]:
     return spec, call
 
 
-def _figures(check: Check) -> dict[str, Any]:
-    values = {name: getattr(check, _NAMES.get(name, name)) for name in FIGURES}
-    return {
-        name: _WORDS[str(x)] if isinstance(x, float) and not math.isfinite(x) else x
-        for name, x in values.items()
-    }
+def _figures(check: Check) -> Figures:
+    return Figures(**{name: getattr(check, _NAMES.get(name, name)) for name in FIGURES})

@@ -14,9 +14,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from qkv.api.job_runner import until_disconnect
-from qkv.api.observability import record_error, request_id
+from qkv.api.request_record import record_error, request_id
 from qkv.errors import ClientDisconnected, Internal, QkvError, stopping
-from qkv.wire import json
+from qkv.wire import response as responses
+from qkv.wire.responses import Stopped
 
 __all__ = ["HEARTBEAT_S", "MEDIA_TYPE", "Event", "EventStreamResponse", "error_event"]
 
@@ -32,12 +33,14 @@ _HEADERS: Final = (
     (b"x-accel-buffering", b"no"),  # a proxy must not buffer events
 )
 
-Event = tuple[str, Any]
-"""The name of an event, and its data: plain JSON, or a dataclass of `wire.responses`."""
+Event = tuple[str, responses.Response]
+"""The name of an event, and its data."""
 
 
 class EventStreamResponse(Response):
     """A response of events until the generator ends or the client disconnects, which cancels it."""
+
+    media_type = MEDIA_TYPE
 
     def __init__(self, events: AsyncGenerator[Event, None]) -> None:
         self._events = events
@@ -82,7 +85,7 @@ class EventStreamResponse(Response):
 def error_event(error: QkvError) -> Event:
     """Returns the last event of a stream that has failed."""
     record_error(error)
-    return "error", {"problem": error.problem()}
+    return "error", Stopped(problem=error.problem())
 
 
 async def _next_or_none(events: AsyncGenerator[Event, None]) -> Event | None:
@@ -101,4 +104,4 @@ async def _send_chunk(send: Send, chunk: bytes) -> None:
 
 def _encode(event: Event) -> bytes:
     name, data = event
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), json.dump(data))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data.to_json())

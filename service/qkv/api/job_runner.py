@@ -13,12 +13,10 @@ from typing import Final, TypeVar
 from fastapi import Request
 from starlette.types import Receive
 
-from qkv.api.observability import current_tenant, record_times
 from qkv.api.request_body import in_thread_if_large
-from qkv.api.request_record import headers_of, record_of
-from qkv.engine.admission import Admission
+from qkv.api.request_record import current_tenant, headers_of, record_of, record_times
+from qkv.engine.admission import AdmittedBody
 from qkv.engine.job_executor import JobExecutor
-from qkv.engine.result import Result
 from qkv.errors import (
     ClientDisconnected,
     DeadlineExceeded,
@@ -26,10 +24,11 @@ from qkv.errors import (
     QkvError,
     format_value,
 )
-from qkv.jobs.job import Job
+from qkv.jobs.job import DEFAULT_PRIORITY, Job
 from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
 from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.plan_cache import PlanCache
+from qkv.jobs.result import Result
 from qkv.settings import Settings
 from qkv.wire.message import Message
 
@@ -73,7 +72,7 @@ class JobRunner:
         self.limits = job_limits(settings)._replace(layers=layers)
         self._plans = PlanCache(self.limits)
 
-    def admit(self, request: Request) -> Admission:
+    def admit(self, request: Request) -> AdmittedBody:
         """Admits a request before its body is read.
 
         Raises:
@@ -108,7 +107,7 @@ class JobRunner:
         received_at: float,
         job: Job,
         *,
-        priority: int = 0,
+        priority: int = DEFAULT_PRIORITY,
         wait_s: float | None = None,
     ) -> Result:
         """Runs a job.
@@ -127,43 +126,22 @@ class JobRunner:
         deadline_s = self.deadline_of(request)
         if deadline_s is not None and (wait_s is None or deadline_s < wait_s):
             wait_s = deadline_s
-        is_late = wait_s is not None and time.perf_counter() - received_at >= wait_s
-        result = None
-        if job.plan.is_small and not is_late:
-            result = await self._run_small(request, received_at, job, wait_s)
-        if result is None:
-            result = await self._run_queued(request, received_at, job, priority, wait_s)
-        result.times.total_s = time.perf_counter() - received_at
-        record_times(result.times, job.plan)
-        return result
-
-    async def _run_small(
-        self, request: Request, received_at: float, job: Job, wait_s: float | None
-    ) -> Result | None:
-        """Runs a small job, or returns None for one that must be queued; as for `run`."""
-        future = self._engine.submit_small(
-            job, tenant=current_tenant(), wait_s=_remaining(wait_s, received_at)
-        )
-        if future is None:
-            return None
-        result: Result = await cancel_on_disconnect(request, future)
-        return result
-
-    async def _run_queued(
-        self, request: Request, received_at: float, job: Job, priority: int, wait_s: float | None
-    ) -> Result:
-        """Runs a job in the queue; arguments and errors as for `run`."""
-        remaining_s = _remaining(wait_s, received_at)
         try:
             future = self._engine.submit(
-                job, tenant=current_tenant(), priority=priority, wait_s=remaining_s
+                job,
+                tenant=current_tenant(),
+                priority=priority,
+                wait_s=_remaining(wait_s, received_at),
             )
-            return await cancel_on_disconnect(request, future)
+            result = await cancel_on_disconnect(request, future)
         except DeadlineExceeded:
             assert wait_s is not None
             raise DeadlineExceeded(
                 f"the request waited {wait_s * 1e3:g} ms in the queue, its deadline passed"
             ) from None
+        result.times.total_s = time.perf_counter() - received_at
+        record_times(result.times, job.plan)
+        return result
 
     def deadline_of(self, request: Request) -> float | None:
         """Returns the seconds that a request may be queued, by header and settings; None: no limit.
@@ -176,16 +154,20 @@ class JobRunner:
             return self._timeout_s if timeout_s is None else timeout_s
         return min(timeout_s, self._timeout_s)
 
-    async def run_part(self, job: Job, wait_s: float | None, *, priority: int = 0) -> Result:
+    async def run_part(
+        self, job: Job, wait_s: float | None, *, priority: int = DEFAULT_PRIORITY
+    ) -> Result:
         """Queues and runs one of several jobs of a request, without counting it as a request.
 
         Raises:
             QkvError: from the engine.
         """
-        tenant = current_tenant()
-        return await self._engine.submit(job, tenant=tenant, priority=priority, wait_s=wait_s)
+        run = Job(job.plan, job.tensors, job.layer)  # a comparison runs some jobs several times
+        return await self._engine.submit(
+            run, tenant=current_tenant(), priority=priority, wait_s=wait_s
+        )
 
-    def admit_bytes(self, size: int) -> Admission:
+    def admit_bytes(self, size: int) -> AdmittedBody:
         """Admits inputs that this process generates, like a body of that size.
 
         Raises:

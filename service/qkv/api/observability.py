@@ -6,20 +6,18 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.api.endpoints.open_inference_catalogue import LAYER_VARIANT
-from qkv.api.request_record import RequestRecord, record_of
-from qkv.engine.tenant import ANYONE, Tenant
+from qkv.api.error_responses import error_response
+from qkv.api.request_record import RequestRecord, current, record_of
 from qkv.errors import PROTOCOL_ERROR, QkvError, TooManyRequests
-from qkv.jobs.plan import Plan
+from qkv.jobs.tenant import Tenant
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.metrics import OTHER, UNKNOWN, MetricsRecorder
 from qkv.telemetry.times import Times
@@ -27,16 +25,7 @@ from qkv.telemetry.times import Times
 if TYPE_CHECKING:
     from qkv.telemetry.tracing import Traces
 
-__all__ = [
-    "REQUEST_ID_HEADER",
-    "ObservabilityMiddleware",
-    "RequestObserver",
-    "current_tenant",
-    "has_responded",
-    "record_error",
-    "record_times",
-    "request_id",
-]
+__all__ = ["REQUEST_ID_HEADER", "ObservabilityMiddleware", "RequestObserver"]
 
 REQUEST_ID_HEADER: Final = b"x-request-id"
 _MATCH_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:=+/-]{1,128}").fullmatch
@@ -48,48 +37,6 @@ _RUN_PATHS: Final = ("/v1/attention/%s", "/v1/gradients/%s", "/v2/models/%s/infe
 _MAX_DIGITS: Final = 19  # digits of an int64
 _MAX_PATH_LENGTH: Final = 512  # in a log line
 _ERROR_NAMES: Final = {kind.status: kind.name for kind in QkvError.__subclasses__()}
-
-
-_current: ContextVar[RequestRecord | None] = ContextVar("qkv.request", default=None)
-
-
-def record_error(error: QkvError) -> None:
-    """Records the error of the current request; several errors share a status."""
-    if (request := _current.get()) is not None:
-        request.error_name = error.name
-
-
-def has_responded() -> bool:
-    """Returns True if the response to the current request has begun."""
-    request = _current.get()
-    return request is not None and request.status != 0
-
-
-def record_times(times: Times, plan: Plan | None = None) -> None:
-    """Records the times of the run of the current request, for the metrics, the log and the span.
-
-    A request must not refer to outputs: tasks and timers that it starts keep its context.
-
-    Args:
-        times: of the run.
-        plan: of the run; None: the request is a comparison, with several runs.
-    """
-    if (request := _current.get()) is not None:
-        request.times = times
-        if plan is not None:
-            request.variant, request.layer = plan.variant.name, plan.layer_name
-
-
-def current_tenant() -> Tenant:
-    """Returns the sender of the current request."""
-    request = _current.get()
-    return ANYONE if request is None else request.tenant
-
-
-def request_id() -> str:
-    """Returns the id of the current request."""
-    request = _current.get()
-    return "?" if request is None or request.id is None else request.id.decode()
 
 
 class RequestObserver:
@@ -190,23 +137,17 @@ class ObservabilityMiddleware:
     Args:
         app: the application.
         observer: records the requests.
-        error_response: returns the response for an error at a path.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        observer: RequestObserver,
-        error_response: Callable[[QkvError, str], Response],
-    ) -> None:
-        self._app, self._observer, self._error_response = app, observer, error_response
+    def __init__(self, app: ASGIApp, observer: RequestObserver) -> None:
+        self._app, self._observer = app, observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         request = record_of(scope)
         id = self._observer.id_of(request)
-        _current.set(request)  # each request has a task and a context of its own
+        current.set(request)  # each request has a task and a context of its own
 
         async def receive_observed() -> Message:
             message = await receive()
@@ -227,7 +168,7 @@ class ObservabilityMiddleware:
 
         app = self._app
         if (error := scope.get(PROTOCOL_ERROR)) is not None:
-            app = self._error_response(error, scope["path"])
+            app = error_response(error, scope["path"])
         try:
             await app(scope, receive_observed, send_observed)
         finally:

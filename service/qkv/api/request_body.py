@@ -1,7 +1,4 @@
-"""Reads request bodies under the limits, and sends responses of tensors.
-
-Endpoints call `read_message` or `read_body`, and return a `TensorResponse`.
-"""
+"""Reads request bodies under the limits, and sends responses of tensors and of records."""
 
 from __future__ import annotations
 
@@ -18,8 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from qkv.api.compressed_body import decompress, is_compressed
 from qkv.api.request_record import Header, headers_of
+from qkv.engine.admission import AdmittedBody
 from qkv.errors import ClientDisconnected, PayloadTooLarge, UnsupportedMediaType
 from qkv.wire import Codec, for_accept, for_content_type, json
+from qkv.wire import response as responses
 from qkv.wire.message import Message
 
 __all__ = [
@@ -28,6 +27,7 @@ __all__ = [
     "in_thread_if_large",
     "read_body",
     "read_message",
+    "record_response",
     "require_json",
 ]
 
@@ -47,25 +47,33 @@ class ReceivedMessage(NamedTuple):
     Attributes:
         message: its fields and tensors.
         received_at: time of its last byte, by `time.perf_counter`.
-        codec: the codec of the request.
+        size: bytes of its body.
         response_codec: the codec of the response.
+        admission: counts the request; None: it is not counted.
     """
 
     message: Message
     received_at: float
-    codec: Codec
+    size: int
     response_codec: Codec
+    admission: AdmittedBody | None
+
+    def release(self) -> None:
+        """Stops counting the request."""
+        if self.admission is not None:
+            self.admission.release()
 
 
 async def read_message(
-    request: Request, group: str, limit: int, grow: Callable[[int], None] = lambda _: None
+    request: Request, group: str, limit: int, admission: AdmittedBody
 ) -> ReceivedMessage:
     """Reads and decodes a body.
 
     Args:
         request: the request.
         group: the field of the tensors.
-        limit, grow: as for `read_body`.
+        limit: as for `read_body`.
+        admission: grows with what the request did not declare.
 
     Raises:
         UnsupportedMediaType: the Content-Type or the Content-Encoding is not supported.
@@ -76,10 +84,10 @@ async def read_message(
     headers = headers_of(request.scope)
     codec = for_content_type(_text(headers.get(b"content-type")))
     response_codec = for_accept(_text(headers.get(b"accept")), codec)
-    whole = await read_body(request, limit, codec.aligned_offset, grow)
+    whole = await read_body(request, limit, codec.aligned_offset, admission.grow)
     received_at = time.perf_counter()
     message = await in_thread_if_large(len(whole), lambda: codec.decode(whole, group))
-    return ReceivedMessage(message, received_at, codec, response_codec)
+    return ReceivedMessage(message, received_at, len(whole), response_codec, admission)
 
 
 def require_json(request: Request) -> None:
@@ -101,6 +109,11 @@ async def in_thread_if_large(size: int, work: Callable[[], _T]) -> _T:
     if size <= _INLINE_BYTES:
         return work()
     return await asyncio.to_thread(work)
+
+
+def record_response(record: responses.Response, status: int = 200) -> Response:
+    """Returns a response of a record, as JSON."""
+    return Response(record.to_json(), status, media_type=json.MEDIA_TYPE)
 
 
 class TensorResponse(Response):
@@ -133,7 +146,7 @@ async def read_body(
     request: Request,
     limit: int,
     aligned_offset: Callable[[bytes], int | None],
-    grow: Callable[[int], None] = lambda _: None,
+    grow: Callable[[int], None] | None = None,
 ) -> bytes | memoryview:
     """Reads a body, and decompresses it if needed.
 
@@ -142,8 +155,8 @@ async def read_body(
         limit: most bytes, as received and decompressed.
         aligned_offset: returns, for the first 8 bytes, the index of the byte that should have an
             aligned address; None if alignment does not matter, and the caller needs `bytes`.
-        grow: called with the size of each part that was not declared, or was decompressed. Its
-            error ends the request.
+        grow: called with the size of each part that was not declared, or was decompressed; its
+            error ends the request. None: nothing counts them.
 
     Raises:
         UnsupportedMediaType: the Content-Encoding is not supported.
@@ -157,7 +170,7 @@ async def read_body(
     count = grow if declared is None else None
     chunks = _receive_chunks(request.receive, declared or limit, count)
     if has_coding:
-        pieces = await decompress(chunks, limit, grow)
+        pieces = await decompress(chunks, limit, grow or _ignore)
     elif declared is None:
         pieces = [chunk async for chunk in chunks]
     else:
@@ -180,6 +193,10 @@ def _declared_bytes(headers: Mapping[bytes, bytes], limit: int) -> int | None:
             f"the body is too large: got {declared} bytes, expected at most {limit}", limit=limit
         )
     return declared
+
+
+def _ignore(_: int) -> None:
+    """Counts nothing."""
 
 
 def _text(value: bytes | None) -> str | None:

@@ -1,20 +1,35 @@
 """The record of a request: what its middleware, endpoint, metrics and log share.
 
-The outermost middleware puts it into the scope, and `record_of` returns it.
+The outermost middleware puts it into the scope, where `record_of` finds it, and makes it that of
+its task for functions that have no scope.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Final
 
 from starlette.types import Scope
 
-from qkv.engine.tenant import ANYONE
+from qkv.errors import QkvError
+from qkv.jobs.plan import Plan
+from qkv.jobs.tenant import ANYONE, Tenant
 from qkv.telemetry.times import Times
 
-__all__ = ["Header", "RequestRecord", "headers_of", "record_of"]
+__all__ = [
+    "Header",
+    "RequestRecord",
+    "current",
+    "current_tenant",
+    "has_responded",
+    "headers_of",
+    "record_error",
+    "record_of",
+    "record_times",
+    "request_id",
+]
 
 Header = tuple[bytes, bytes]
 """Name in lower case, and value."""
@@ -70,6 +85,49 @@ def record_of(scope: Scope) -> RequestRecord:
 def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
     """Returns the headers of a request by their names in lower case."""
     return record_of(scope).headers
+
+
+current: ContextVar[RequestRecord | None] = ContextVar("qkv.request", default=None)
+"""The record of the request of this task; None outside of requests."""
+
+
+def record_error(error: QkvError) -> None:
+    """Records the error of the current request; several errors share a status."""
+    if (request := current.get()) is not None:
+        request.error_name = error.name
+
+
+def has_responded() -> bool:
+    """Returns True if the response to the current request has begun."""
+    request = current.get()
+    return request is not None and request.status != 0
+
+
+def record_times(times: Times, plan: Plan | None = None) -> None:
+    """Records the times of the run of the current request, for the metrics, the log and the span.
+
+    A request must not refer to outputs: tasks and timers that it starts keep its context.
+
+    Args:
+        times: of the run.
+        plan: of the run; None: the request is a comparison, with several runs.
+    """
+    if (request := current.get()) is not None:
+        request.times = times
+        if plan is not None:
+            request.variant, request.layer = plan.variant.name, plan.layer_name
+
+
+def current_tenant() -> Tenant:
+    """Returns the sender of the current request."""
+    request = current.get()
+    return ANYONE if request is None else request.tenant
+
+
+def request_id() -> str:
+    """Returns the id of the current request."""
+    request = current.get()
+    return "?" if request is None or request.id is None else request.id.decode()
 
 
 def _join_values(pairs: Sequence[Header]) -> dict[bytes, bytes]:

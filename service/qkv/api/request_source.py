@@ -6,16 +6,16 @@ resolves to this machine makes the service part of the page's origin (DNS rebind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from qkv.api.error_responses import error_response
 from qkv.api.request_record import headers_of
-from qkv.errors import Forbidden, QkvError
+from qkv.errors import Forbidden
 
 __all__ = ["RequestSourceMiddleware", "SourceRules"]
 
@@ -108,21 +108,15 @@ class RequestSourceMiddleware:
     Args:
         app: the application to protect.
         rules: decide which requests are refused.
-        error_response: returns the response for an error at a path.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        rules: SourceRules,
-        error_response: Callable[[QkvError, str], Response],
-    ) -> None:
-        self._app, self._rules, self._error_response = app, rules, error_response
+    def __init__(self, app: ASGIApp, rules: SourceRules) -> None:
+        self._app, self._rules = app, rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
         if scope["type"] == "http" and (error := self._rules.find_error(scope)) is not None:
-            app = self._error_response(error, scope["path"])
+            app = error_response(error, scope["path"])
         return await app(scope, receive, send)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from qkv.api.request_record import Header
-from qkv.engine.result import Result
 from qkv.jobs.plan import Plan
+from qkv.jobs.result import Result
 from qkv.telemetry.times import Times
 
 __all__ = ["server_timing", "timing_fields"]
 
 
 def timing_fields(result: Result, plan: Plan) -> dict[str, Any]:
-    """Returns what a response says of a run: times in milliseconds, and its size."""
+    """Returns the fields of the `Timing` of a run: times in milliseconds, and its size."""
     times = result.times
     return {
         "queue_ms": times.queue_s * 1e3,

@@ -33,7 +33,6 @@ from qkv.cli.output import echo
 from qkv.cli.service import line_width, send
 from qkv.client.comparison import Comparison
 from qkv.client.request_builders import build_choice, build_choices, build_compare_message
-from qkv.wire import json
 
 __all__ = ["compare"]
 
@@ -113,7 +112,7 @@ def compare(
         else:
             comparison = send(url, api_key, build_compare_message(message))
     if as_json:
-        echo(json.dump(comparison))
+        echo(comparison.to_json())
         return
     echo(comparison.table(line_width()))
     if comparison.anchor.heads is not None:

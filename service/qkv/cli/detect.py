@@ -92,7 +92,7 @@ def detect(
         if local:
             from qkv.engine.local import detect as detect_locally
 
-            candidates = [Detected.from_json(candidate) for candidate in detect_locally(message)]
+            candidates = [Detected.parse(candidate) for candidate in detect_locally(message)]
         else:
             candidates = send(url, api_key, build_detect_message(message))
     if as_json:

@@ -133,7 +133,7 @@ def _sweep_locally(chosen: Sequence[Any], lengths: list[int], options: Mapping[s
         body = json.load(build_sweep(chosen, lengths, options, {}).content)
         with closing(sweep_locally(body)) as local_events:
             for name, data in local_events:
-                yield ServerSentEvent(name, json.dump(data).decode())
+                yield ServerSentEvent(name, data.to_json().decode())
 
     return Sweep(events(), progress=True)
 

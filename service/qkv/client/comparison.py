@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Self, TypeAlias
 
-import msgspec
-
 from qkv.client.tables import Table, format_number, format_scaled, variant_labels
 from qkv.wire.responses import CompareResponse, HeadFigures, VariantComparison
 
 __all__ = ["Comparison", "VariantComparison"]
 
 
-class Comparison(CompareResponse, frozen=True):
+class Comparison(CompareResponse):
     """Variants compared with a baseline on the same inputs.
 
     Attributes:
@@ -29,7 +27,7 @@ class Comparison(CompareResponse, frozen=True):
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Builds it from the service's JSON."""
-        return msgspec.convert(fields, cls)
+        return cls.parse(fields)
 
     def table(self, width: int | None = None) -> str:
         """Returns the results as text: a line for each measure, a column for each variant.

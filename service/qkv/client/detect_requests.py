@@ -33,7 +33,7 @@ def build_detect_message(message: Message) -> RequestSpec[list[Detected]]:
     """Builds the request that detects a layer from a message."""
 
     def parse(response: httpx.Response) -> list[Detected]:
-        return [Detected.from_json(candidate) for candidate in response.json()["detected"]]
+        return [Detected.parse(candidate) for candidate in response.json()["detected"]]
 
     codec = choose_codec(message)
     return build_post("/v1/convert", message, "tensors", parse, codec, "application/json")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any
+
+from qkv.wire.layer_responses import DetectedLayer
 
 __all__ = ["Detected"]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Detected:
+class Detected(DetectedLayer):
     """A way to run a layer, and how well it fits the output of the real module.
 
     Attributes:
@@ -26,25 +25,9 @@ class Detected:
         error: largest absolute difference to the module's output, divided by its largest size.
     """
 
-    layout: str
-    heads: int
-    kv_heads: int
-    rotary: str | None
-    scale: float
-    causal: bool
-    rope: Mapping[str, Any] | None
-    alibi: bool | Literal["scaled"]
-    qk_norm: Mapping[str, Any] | None
-    error: float
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Returns a candidate of a response; ignores members of later versions."""
-        return cls(**{field.name: document[field.name] for field in fields(cls)})
-
     def as_json(self) -> dict[str, Any]:
         """Returns the members as JSON."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return self.model_dump()
 
     @property
     def layer(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import re
 from typing import Final, NoReturn, TypeVar
 
 import httpx
-import msgspec
 
 from qkv.client.request_builders import RequestSpec
 from qkv.client.response_errors import media_type, retry_after_s, to_error, unreadable
@@ -97,7 +96,6 @@ def parse_response(spec: RequestSpec[_T], response: httpx.Response) -> _T:
         return spec.parse(response)
     except (
         QkvError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
-        msgspec.ValidationError,
     ) as error:  # fmt: skip
         accept = spec.headers.get("Accept", json.MEDIA_TYPE)
         raise unreadable(response, accept, error) from None

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from io import StringIO
 from typing import Any, Final
 
-import msgspec
-
 from qkv.client.event_source import ServerSentEvent
 from qkv.client.tables import Table, format_number, variant_labels
 from qkv.errors import MalformedRequest, from_problem
@@ -27,7 +25,7 @@ _COLUMNS: Final = (
 )  # fmt: skip
 
 
-class Cell(responses.Cell, frozen=True):
+class Cell(responses.Cell):
     """A variant at a length: its times, or the problem why it could not run.
 
     Attributes:
@@ -77,22 +75,22 @@ class SweepResults:
         """
         try:
             return self._add(event.event, json.loads(event.data))
-        except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise MalformedRequest(
                 f"the event {event.event!r:.60} is not that of a sweep: {error}"
             ) from None
 
     def _add(self, name: str, fields: dict[str, Any]) -> Cell | Progress | None:
         if name == "progress":
-            return msgspec.convert(fields, Progress)
+            return Progress.parse(fields)
         if name == "cell":
-            cell = msgspec.convert(fields, Cell)
+            cell = Cell.parse(fields)
             self.cells.append(cell)
             return cell
         if name == "error":
             raise from_problem(int(fields["problem"]["status"]), fields["problem"])
         if name == "done":
-            self.crossovers = list(msgspec.convert(fields, Done).crossovers)
+            self.crossovers = list(Done.parse(fields).crossovers)
             self.finished = True
         return None
 

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import httpx
@@ -16,7 +15,7 @@ from qkv.client.arrays import from_raw_like, is_array, to_raw
 from qkv.client.json_fields import to_json_fields
 from qkv.client.request_builders import RequestSpec, build_post
 from qkv.errors import InvalidContent
-from qkv.wire import safetensors
+from qkv.wire import safetensors, verify_responses
 from qkv.wire.message import Message
 
 __all__ = ["DrawnCase", "Verdict", "build_draw", "build_judge"]
@@ -39,8 +38,7 @@ class DrawnCase(NamedTuple):
         return {**self.inputs, **self.case["parameters"]}
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(verify_responses.Verdict):
     """The verdict on the results of a function, compared in float64.
 
     Attributes:
@@ -60,31 +58,7 @@ class Verdict:
         case: the specification of the inputs, with their seed, as JSON.
     """
 
-    passed: bool
-    diagnosis: tuple[str, ...]
-    result: str
-    error: float
-    budget: float
-    units: float
-    worst_index: tuple[int, ...]
-    expected: float
-    got: float
-    cosine: float | None
-    torch_error: float | None
-    torch_units: float | None
-    results: Mapping[str, Any]
     case: Mapping[str, Any]
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any], case: Mapping[str, Any]) -> Self:
-        """Returns the verdict of a response; ignores members of later versions."""
-        members = {f.name: document[f.name] for f in fields(cls) if f.name != "case"}
-        for name in ("error", "budget", "units", "expected", "got", "torch_error", "torch_units"):
-            if isinstance(members[name], str):  # "NaN", "Infinity" or "-Infinity"
-                members[name] = float(members[name])
-        for name in ("diagnosis", "worst_index"):
-            members[name] = tuple(members[name])
-        return cls(**members, case=case)
 
 
 def build_draw(variant: str, like: Any, options: Mapping[str, Any]) -> RequestSpec[DrawnCase]:
@@ -118,7 +92,7 @@ def build_judge(drawn: DrawnCase, results: Any) -> RequestSpec[Verdict]:
     message = Message({"case": drawn.case}, {name: to_raw(x, name) for name, x in named.items()})
 
     def parse(response: httpx.Response) -> Verdict:
-        return Verdict.from_json(response.json(), drawn.case)
+        return Verdict.parse({**response.json(), "case": drawn.case})
 
     path = _path(drawn.case["variant"])
     return build_post(path, message, "outputs", parse, accept="application/json")

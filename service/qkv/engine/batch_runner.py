@@ -6,11 +6,11 @@ The engine calls `begin` and `finish` for batches of its queue, and `run` for sm
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NoReturn
 
-from qkv.engine.accounting import JobAccounting
 from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.device import Device
 from qkv.engine.device_errors import (
@@ -20,9 +20,11 @@ from qkv.engine.device_errors import (
     to_client_error,
 )
 from qkv.engine.executor import Launched, launch
-from qkv.engine.result import Result
 from qkv.errors import QkvError
 from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
+from qkv.jobs.result import Result
+from qkv.telemetry.model_stats import ModelStatsRecorder
 
 __all__ = ["DEVICE_RETRY_AFTER_S", "BatchRunner", "Launch"]
 
@@ -46,14 +48,15 @@ class BatchRunner:
         stack: True runs a batch as one call (see `executor.launch`).
         threads: CPU threads of one call.
         budget: lowered if memory runs out.
-        accounting: records the results.
         verifier: checks the bits of stacked batches.
         launch: begins a batch.
         idle_threads: returns the number of CPU threads that a job may borrow.
         on_fatal: called if the device can run nothing more.
 
     Attributes:
+        device_name: as responses give it.
         launch: as the argument; tests may replace it while the engine runs.
+        stats_recorder: records statistics of each model; None until recording starts.
     """
 
     def __init__(
@@ -62,7 +65,6 @@ class BatchRunner:
         stack: bool,
         threads: int,
         budget: MemoryBudget,
-        accounting: JobAccounting,
         *,
         verifier: BatchVerifier,
         launch: Launch = launch,
@@ -70,8 +72,10 @@ class BatchRunner:
         on_fatal: Callable[[QkvError], None] = lambda _: None,
     ) -> None:
         self._device, self._stack, self._threads = device, stack, threads
-        self._budget, self._accounting, self._verifier = budget, accounting, verifier
+        self.device_name = str(device.torch_device)
+        self._budget, self._verifier = budget, verifier
         self.launch = launch
+        self.stats_recorder: ModelStatsRecorder | None = None
         self._idle_threads, self._on_fatal = idle_threads, on_fatal
 
     def begin(self, jobs: Sequence[Job]) -> Launched:
@@ -85,20 +89,17 @@ class BatchRunner:
             return partial(_raise, error)
         return partial(self._verified, jobs, launched) if self._stack else launched
 
-    def run(self, jobs: Sequence[Job], enqueued_at: Sequence[float]) -> list[Result | QkvError]:
-        """Runs jobs; arguments as for `finish`."""
-        return self.finish(self.begin(jobs), jobs, enqueued_at)
+    def run(self, jobs: Sequence[Job]) -> list[Result | QkvError]:
+        """Runs at least one job; returns the result or the error of each."""
+        return self.finish(self.begin(jobs), jobs)
 
-    def finish(
-        self, launched: Launched, jobs: Sequence[Job], enqueued_at: Sequence[float]
-    ) -> list[Result | QkvError]:
+    def finish(self, launched: Launched, jobs: Sequence[Job]) -> list[Result | QkvError]:
         """Returns the results of jobs that have begun; halves a failing batch until the culprit
         fails alone.
 
         Args:
             launched: as `begin` returned it.
             jobs: at least one.
-            enqueued_at: submission time of each job, by `time.perf_counter`.
         """
         batch_bytes = sum([job.plan.bytes for job in jobs])
         try:
@@ -107,7 +108,7 @@ class BatchRunner:
             cause = error
         else:
             self._budget.recover(batch_bytes)
-            self._accounting.record_batch(jobs, enqueued_at, results)
+            self._complete(jobs, results)
             return [*results]
         if self._device.is_fatal(cause):
             _log.critical("the device has failed; this process ends", exc_info=cause)
@@ -120,10 +121,31 @@ class BatchRunner:
         if len(jobs) > 1:
             middle = len(jobs) // 2
             halves = (slice(middle), slice(middle, None))
-            return [r for half in halves for r in self.run(jobs[half], enqueued_at[half])]
+            return [r for half in halves for r in self.run(jobs[half])]
         _log.error("a job of %s failed", jobs[0].plan.variant.name, exc_info=cause)
-        self._accounting.record_failure(jobs[0], enqueued_at[0])
+        self.record_failure(jobs[0])
         return [to_client_error(cause, self._device)]
+
+    def record_failure(self, job: Job) -> None:
+        """Records a job that failed or expired."""
+        if self.stats_recorder is not None and job.plan.task == "run":
+            total_s = time.perf_counter() - job.submitted_at
+            for name in job.plan.derived(_model_names):
+                self.stats_recorder.record_failure(name, total_s)
+
+    def _complete(self, jobs: Sequence[Job], results: Sequence[Result]) -> None:
+        """Adds what the jobs know to the results of a batch, and records it."""
+        now, device = time.perf_counter(), self.device_name
+        every = []
+        for job, result in zip(jobs, results, strict=True):
+            times, at = result.times, job.submitted_at
+            times.queue_s, times.total_s = result.started_at - at, now - at
+            result.device = device
+            every.append(times)
+        plan = jobs[0].plan
+        if self.stats_recorder is not None and plan.task == "run":  # of a client
+            for name in plan.derived(_model_names):
+                self.stats_recorder.record_batch(name, every)
 
     def _verified(self, jobs: Sequence[Job], launched: Launched) -> list[Result]:
         """Returns the outputs of a batch; those of each job alone if a check finds other bits."""
@@ -145,6 +167,13 @@ class BatchRunner:
     def _run_alone(self, job: Job) -> Result:
         (output,) = self.launch([job], self._device, self._stack, self._threads, 1)()
         return output
+
+
+def _model_names(plan: Plan) -> list[str]:
+    """Returns the names under which statistics count a run: of the variant, and of a loaded
+    layer."""
+    name = plan.layer_name
+    return [plan.variant.name, *([] if name is None else [name])]
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from qkv.engine.result import Result
 from qkv.jobs.job import Job
 from qkv.jobs.plan_cache import BoundedCache, plain_bytes
+from qkv.jobs.result import Result
 
 __all__ = ["BatchVerifier", "VerifyMode"]
 
@@ -24,8 +24,7 @@ VerifyMode = Literal["off", "sample", "always"]
 all."""
 
 _EVERY: Final = 1024  # in the mode "sample", the first batch of a kind and every so many later ones
-_MAX_KINDS: Final = 4096  # kinds of batches that are known, the most recent ones
-_MAX_BYTES: Final = 32 << 20  # that they hold
+_MAX_BYTES: Final = 32 << 20  # of the kinds of batches that are known, the most recent ones
 _KIND_BYTES: Final = 1 << 10  # of a kind beside its key
 
 
@@ -52,7 +51,7 @@ class BatchVerifier:
         self, mode: VerifyMode = "sample", on_check: Callable[[bool], None] = lambda _: None
     ) -> None:
         self._mode, self._on_check = mode, on_check
-        self._kinds: BoundedCache[_Kind] = BoundedCache(_MAX_KINDS, _MAX_BYTES)
+        self._kinds: BoundedCache[_Kind] = BoundedCache(_MAX_BYTES)
         self._has_different = False
 
     def may_stack(self, jobs: Sequence[Job]) -> bool:

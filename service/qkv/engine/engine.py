@@ -1,4 +1,4 @@
-"""The engine: a work queue and the one thread that owns the device, without timers.
+"""The engine: a queue of jobs and the one thread that owns the device, without timers.
 
 While the device runs a batch, jobs queue up. When it is free, a group of jobs with equal batch keys
 runs next, up to a budget: that of the oldest job, or of the sender whose turn it is. At low load no
@@ -13,36 +13,25 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final, NamedTuple
 
 from qkv.attention.layers.layer import Layer
-from qkv.engine.accounting import JobAccounting
-from qkv.engine.admission import AdmissionController
+from qkv.engine.admission import Admission
 from qkv.engine.batch_runner import DEVICE_RETRY_AFTER_S, BatchRunner, Launch
 from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.device import Device, MemoryUsage
 from qkv.engine.device_errors import EngineStopped, MemoryBudget
 from qkv.engine.executor import Launched, launch
-from qkv.engine.load import Load
-from qkv.engine.result import Result
-from qkv.engine.small_jobs import SmallJobs
-from qkv.engine.tenant import ANYONE, Tenant
+from qkv.engine.lane import JobQueue, Lane, VirtualTimes
 from qkv.engine.warmup import warm_up
-from qkv.engine.work_queue import (
-    QueuedJob,
-    WorkQueue,
-)
-from qkv.errors import (
-    DeadlineExceeded,
-    Internal,
-    QkvError,
-    ServiceUnavailable,
-    TooManyRequests,
-    stopping,
-)
-from qkv.jobs.job import Job
+from qkv.errors import DeadlineExceeded, Internal, QkvError, stopping
+from qkv.jobs.job import DEFAULT_PRIORITY, Job
+from qkv.jobs.load import Load
+from qkv.jobs.result import Result
+from qkv.jobs.tenant import ANYONE, Tenant
 from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["BATCH_BYTES", "DEFAULT_LIMIT", "GPU_MAX_BATCH", "Engine"]
@@ -58,6 +47,10 @@ DEFAULT_LIMIT: Final = Load(1024, 4 << 30, 1 << 50)
 
 _WARM_UP_BATCH: Final = 4  # requests
 
+# Small jobs that run in a turn of the event loop while several tenants wait. With fewer the shares
+# are more exact, but 2 took a quarter of the rate of small requests, and 8 take a tenth.
+_COMPETING_JOBS: Final = 8
+
 _NICE: Final = 6  # added for the device thread on a CPU: a quarter of the event loop's weight
 _MAX_NICE: Final = 19
 
@@ -65,13 +58,16 @@ _MAX_NICE: Final = 19
 class _BegunBatch(NamedTuple):
     """A batch that the device has begun."""
 
-    queued_jobs: list[QueuedJob]
+    jobs: list[Job]
     started_at: float
     launched: Launched
 
 
 class Engine:
     """A queue of jobs from one event loop, run on one device in one thread.
+
+    On a CPU small jobs run on the event loop instead: the way to the device thread and back takes
+    longer than such a job, and the thread may run a large one for seconds.
 
     Args:
         device: runs the jobs.
@@ -89,8 +85,7 @@ class Engine:
 
     Attributes:
         device_name: as responses give it.
-        accounting: results and statistics of its jobs.
-        admission: admits requests before their bodies are read.
+        admission: admits requests before their bodies are read, and has what queued jobs hold.
         batch_runner: runs the batches.
         failed: set once no job can run in this process any more.
     """
@@ -112,23 +107,24 @@ class Engine:
     ) -> None:
         self._preload = preload
         self.device, self.device_name = device, str(device.torch_device)
-        self.accounting = JobAccounting(self.device_name)
         self._max_batch = max_batch or (GPU_MAX_BATCH if device.is_accelerator else 1)
         stack = device.is_accelerator if stack is None else stack
-        self._runs_inline = not (device.is_accelerator or stack)
+        self._has_small_jobs = not (device.is_accelerator or stack)
         self._idle_threads = idle_threads
         self._on_busy = on_busy
-        self._queue = WorkQueue(limit)
-        self.admission = AdmissionController(self._queue.shared_limit, self._queue.queued)
+        self.admission = Admission(limit)
+        self._queue = JobQueue(self.admission)
+        self._times = (
+            VirtualTimes()
+        )  # of small jobs: the event loop and the device are two resources
+        self._small_jobs = Lane(self._times)
         self.failed = asyncio.Event()
-        self._small_jobs = SmallJobs(self._run_small, self._expire)
         self._budget = MemoryBudget(batch_bytes)
         self.batch_runner = BatchRunner(
             device,
             stack,
             threads,
             self._budget,
-            self.accounting,
             verifier=verifier or BatchVerifier(),
             launch=launch,
             idle_threads=self._threads_to_lend,
@@ -137,7 +133,8 @@ class Engine:
         self._finished_at = 0.0  # the last batch, by time.perf_counter
         self._running_flops = 0  # of the batches that have begun; only the device thread writes it
         self._closing = False
-        self._changed = threading.Condition()
+        self._pauses = self._thread_pauses = 0
+        self._changed = threading.Condition()  # guards the queue
         self._thread = threading.Thread(target=self._run_thread, name="qkv-device", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -147,13 +144,17 @@ class Engine:
         self._thread.start()
 
     async def prepare(self, worker: WorkerState) -> None:
-        """Warms up. Then statistics count the jobs, which are clients' only."""
+        """Warms up. Then statistics count the jobs, which are clients' only.
+
+        Args:
+            worker: this process's part of the shared state.
+        """
         # an accelerator begins the first request at once; the others are a batch
         count = 1 + _WARM_UP_BATCH if self.device.is_accelerator else 1
-        await warm_up(self, min(count, self._queue.shared_limit.limit.requests))
-        self._queue.throughput.reset()  # a first call takes tens of milliseconds more
-        self.accounting.stats_recorder = worker.stats_recorder
-        self._queue.on_change = worker.set_queue
+        await warm_up(self._submit_queued, min(count, self.admission.limit.requests))
+        self.admission.throughput.reset()  # a first call takes tens of milliseconds more
+        self.batch_runner.stats_recorder = worker.stats_recorder
+        self.admission.on_change = worker.set_queue
         worker.set_memory(self.memory_usage())
 
     async def stop(self) -> None:
@@ -162,6 +163,25 @@ class Engine:
             self._closing = True
             self._changed.notify_all()
         await asyncio.to_thread(self._thread.join)
+
+    @contextmanager
+    def paused(self, *, small_jobs: bool = True) -> Iterator[None]:
+        """Runs no job until it exits, so that a test can fill the queue.
+
+        Args:
+            small_jobs: queue small jobs as the others are; else they run on the event loop.
+        """
+        self._add_pause(1, small_jobs)
+        try:
+            yield
+        finally:
+            self._add_pause(-1, small_jobs)
+
+    def _add_pause(self, count: int, small_jobs: bool) -> None:
+        with self._changed:
+            self._thread_pauses += count
+            self._pauses += count if small_jobs else 0
+            self._changed.notify()
 
     @property
     def is_alive(self) -> bool:
@@ -177,7 +197,7 @@ class Engine:
     @property
     def queued(self) -> Load:
         """The load of all queued jobs."""
-        return self._queue.queued.total
+        return self.admission.jobs.total
 
     def memory_usage(self) -> MemoryUsage:
         """Returns this process's use of the device's memory."""
@@ -191,25 +211,23 @@ class Engine:
     @property
     def flops_per_s(self) -> float | None:
         """Operations in a second of the last long batches; None if none has run."""
-        return self._queue.throughput.flops_per_s
+        return self.admission.throughput.flops_per_s
 
     def submit(
         self,
         job: Job,
         *,
         tenant: Tenant = ANYONE,
-        priority: int = 0,
+        priority: int = DEFAULT_PRIORITY,
         wait_s: float | None = None,
-        enqueued_at: float | None = None,
     ) -> asyncio.Future[Result]:
         """Queues a job; the future is resolved with its result. Cancelling the future removes it.
 
         Args:
-            job: the job to run.
+            job: the job to run; none that waits or runs.
             tenant: whose job it is; the jobs of several take turns.
-            priority: 1 is high, 3 is low; any other value is the default, 2.
+            priority: 1 is high, 3 is low; any other value is the default, 2. Small jobs have none.
             wait_s: seconds that it may be queued; then the future fails with DeadlineExceeded.
-            enqueued_at: start of its wait, by `time.perf_counter`; None: now.
 
         Raises:
             ServiceUnavailable: too much is queued already, or the engine is stopping.
@@ -218,109 +236,121 @@ class Engine:
         """
         assert self._loop is not None
         future: asyncio.Future[Result] = self._loop.create_future()
-        enqueued_at = time.perf_counter() if enqueued_at is None else enqueued_at
-        deadline = None if wait_s is None else enqueued_at + wait_s
-        queued_job = QueuedJob(job, future, priority, enqueued_at, deadline, tenant)
-        (error,) = self.enqueue([queued_job])
-        if error is not None:
-            raise error
-        future.add_done_callback(lambda _: self._on_cancelled(queued_job))
+        job.start_wait(future, tenant, priority, wait_s)
+        if job.plan.is_small and self._runs_small_jobs:
+            self._put_small(job)
+        else:
+            self._put_queued(job)
         return future
 
-    def enqueue(self, queued_jobs: Sequence[QueuedJob]) -> list[QkvError | None]:
-        """Queues jobs with one wake-up of the device thread; for one process's jobs of one turn.
+    @property
+    def _runs_small_jobs(self) -> bool:
+        """True while small jobs run on the event loop."""
+        return self._has_small_jobs and not self._pauses and self.is_ready
 
-        Returns:
-            The error of each job that is not queued, as `submit` raises it; None for the others.
-        """
+    def _submit_queued(self, job: Job) -> asyncio.Future[Result]:
+        """Queues a job for the device thread, also a small one."""
         assert self._loop is not None
-        errors: list[QkvError | None] = []
-        with self._changed:
-            for queued_job in queued_jobs:
-                errors.append(self._put(queued_job))
-            self._changed.notify()
-        for queued_job, error in zip(queued_jobs, errors, strict=True):
-            if error is None and queued_job.deadline is not None:
-                remaining_s = max(0.0, queued_job.deadline - time.perf_counter())
-                queued_job.timer = self._loop.call_later(remaining_s, self._on_deadline, queued_job)
-        return errors
+        future: asyncio.Future[Result] = self._loop.create_future()
+        job.start_wait(future, ANYONE)
+        self._put_queued(job)
+        return future
 
-    def _put(self, queued_job: QueuedJob) -> QkvError | None:
+    def _put_queued(self, job: Job) -> None:
+        """Puts a job into the queue of the device thread; errors as for `submit`."""
+        for _, error in self._put_all([job]):
+            raise error
+        job.future.add_done_callback(partial(self._on_done, job))
+
+    def submit_all(self, jobs: Sequence[Job]) -> None:
+        """Queues jobs whose wait has started, of one turn: the device thread wakes up once.
+
+        Each is resolved with its result, or with the error that `submit` raises. Small jobs are
+        queued too where batches can form, so that those of several workers run together.
+        """
+        if self._max_batch == 1 and self._runs_small_jobs:
+            for job in jobs:
+                if job.plan.is_small:
+                    self._put_small(job)
+            jobs = [job for job in jobs if not job.plan.is_small]
+        if jobs:
+            for job, error in self._put_all(jobs):
+                job.resolve(error)
+
+    def _put_all(self, jobs: Sequence[Job]) -> list[tuple[Job, QkvError]]:
+        """Puts jobs into the queue of the device thread; returns those that cannot be queued."""
+        assert self._loop is not None
+        failed = []
+        with self._changed:
+            for job in jobs:
+                if (error := self._put(job)) is not None:
+                    failed.append((job, error))
+            self._changed.notify()
+        refused = {job for job, _ in failed}
+        for job in jobs:
+            if job.deadline is not None and job not in refused:
+                remaining_s = max(0.0, job.deadline - time.perf_counter())
+                job.timer = self._loop.call_later(remaining_s, self._on_deadline, job)
+        return failed
+
+    def _put(self, job: Job) -> QkvError | None:
         """Puts a job into the queue, whose lock is held; returns an error if that is impossible."""
-        if queued_job.is_expired:
-            return self._expire_queued(queued_job)
+        if job.is_expired:
+            return self._expire(job)
         if not self.is_ready:
             return self._unavailable_error()
-        try:
-            self._queue.put(queued_job)
-        except (ServiceUnavailable, TooManyRequests) as error:
-            return error
-        return None
+        if (error := self.admission.refusal(job.tenant, job.plan.load)) is None:
+            self._queue.put(job)
+        return error
 
-    @property
-    def forms_batches(self) -> bool:
-        """True if jobs can run together."""
-        return self._max_batch > 1
+    def _put_small(self, job: Job) -> None:
+        """Puts a job behind those of this turn of the event loop, which run in a row.
 
-    def run_inline(self, job: Job, enqueued_at: float | None = None) -> Result | None:
-        """Runs a small job on the event loop; returns None for a job that must be queued.
-
-        On a CPU the way to the device thread and back takes longer than a small job. It waits for
-        no other job: the device thread may run a large one for seconds.
-
-        Args:
-            job: the job to run.
-            enqueued_at: as for `submit`.
-
-        Raises:
-            ServiceUnavailable: the engine is stopping.
-            QkvError: the job failed.
+        They take less time so: torch's code and tables stay in the CPU's caches. The jobs of one
+        tenant all run in the turn; while several wait, a few run in each turn.
         """
-        if not self._runs_inline or not job.plan.is_small:
-            return None
-        return self._run_small(job, enqueued_at or time.perf_counter())
+        assert self._loop is not None
+        if not self._small_jobs:
+            self._loop.call_soon(self._run_turn)
+        if job.tenant not in self._small_jobs:
+            self._times.join(job.tenant)
+        self._small_jobs.put(job)
 
-    def submit_small(
-        self, job: Job, *, tenant: Tenant = ANYONE, wait_s: float | None = None
-    ) -> asyncio.Future[Result] | None:
-        """Runs a small job as `run_inline` does, right behind those of other requests.
+    def _run_turn(self) -> None:
+        for job in self._small_jobs.take_turn(_COMPETING_JOBS):
+            self._run_small(job)
+        if self._small_jobs:
+            assert self._loop is not None
+            self._loop.call_soon(self._run_turn)
 
-        Args:
-            job, tenant, wait_s: as for `submit`.
+    def _run_small(self, job: Job) -> None:
+        outcome: Result | BaseException
+        if job.is_cancelled:
+            return
+        if job.is_expired:
+            outcome = self._expire(job)
+        else:
+            try:
+                (outcome,) = self.batch_runner.run([job])
+            except BaseException as error:  # a bug; its client must not wait for ever
+                outcome = error
+        job.resolve(outcome)
 
-        Returns:
-            A future with its result or its error; None for a job that must be queued.
-        """
-        if not self._runs_inline or not job.plan.is_small:
-            return None
-        return self._small_jobs.submit(job, tenant, wait_s)
-
-    def _run_small(self, job: Job, enqueued_at: float) -> Result:
-        if not self.is_ready:
-            raise self._unavailable_error()
-        (result,) = self.batch_runner.run([job], [enqueued_at])
-        if isinstance(result, QkvError):
-            raise result
-        return result
-
-    def _on_cancelled(self, queued_job: QueuedJob) -> None:
+    def _on_done(self, job: Job, future: asyncio.Future[Result]) -> None:
         """Removes a job from the queue if its future is cancelled."""
-        if queued_job.future.cancelled():
-            self.remove(queued_job)
+        if future.cancelled():
+            self.remove(job)
 
-    def _on_deadline(self, queued_job: QueuedJob) -> None:
+    def _on_deadline(self, job: Job) -> None:
         """Fails the job if it is still queued; a running job gets its result."""
-        if self.remove(queued_job) and not queued_job.future.done():  # it may be cancelled
-            queued_job.future.set_exception(self._expire_queued(queued_job))
+        if self.remove(job) and not job.is_cancelled:
+            job.resolve(self._expire(job))
 
-    def _expire_queued(self, queued_job: QueuedJob) -> DeadlineExceeded:
-        assert queued_job.deadline is not None
-        return self._expire(queued_job.job, queued_job.enqueued_at, queued_job.deadline)
-
-    def _expire(self, job: Job, enqueued_at: float, deadline: float) -> DeadlineExceeded:
+    def _expire(self, job: Job) -> DeadlineExceeded:
         """Records a job whose deadline has passed; returns its error."""
-        self.accounting.record_failure(job, enqueued_at)
-        wait_ms = (deadline - enqueued_at) * 1e3
+        assert job.deadline is not None
+        self.batch_runner.record_failure(job)
+        wait_ms = (job.deadline - job.submitted_at) * 1e3
         return DeadlineExceeded(
             f"the request waited {wait_ms:g} ms in the queue, its deadline passed"
         )
@@ -331,17 +361,17 @@ class Engine:
         error = stopping()
         return EngineStopped(str(error), retry_after=error.retry_after)
 
-    def remove(self, queued_job: QueuedJob) -> bool:
+    def remove(self, job: Job) -> bool:
         """Removes a job from the queue; returns False if it is not queued any more."""
-        if queued_job.timer is not None:
-            queued_job.timer.cancel()
+        if job.timer is not None:
+            job.timer.cancel()
         with self._changed:
-            return self._queue.remove(queued_job)
+            return self._queue.remove(job)
 
     def _run_thread(self) -> None:
         self.device.use_in_this_thread()
         self.device.layer_memory.preload(self._preload)
-        if self._runs_inline and sys.platform == "linux":
+        if self._has_small_jobs and sys.platform == "linux":
             # the event loop runs small jobs beside a large one, and must not wait for a turn
             thread = threading.get_native_id()
             # only root may lower niceness, and Ray starts processes with 15
@@ -372,27 +402,27 @@ class Engine:
         self._finish(begun)
         return None
 
-    def _begin(self, batch: list[QueuedJob]) -> _BegunBatch | None:
+    def _begin(self, batch: list[Job]) -> _BegunBatch | None:
         """Begins to run the jobs of a batch that have not expired; a busy event loop may not have
         called `_on_deadline` yet. Returns None if there are none."""
         flops = 0
         try:
-            expired = [q for q in batch if q.is_expired]
+            expired = [job for job in batch if job.is_expired]
             if expired:
-                self._resolve([(q, self._expire_queued(q)) for q in expired])
-                batch = [q for q in batch if q not in expired]
+                self._resolve([(job, self._expire(job)) for job in expired])
+                batch = [job for job in batch if job not in expired]
             if not batch:
                 return None
             self._report_busy(True)
             started_at = time.perf_counter()
             flops = _flops_of(batch)
             self._running_flops += flops
-            return _BegunBatch(batch, started_at, self.batch_runner.begin([q.job for q in batch]))
+            return _BegunBatch(batch, started_at, self.batch_runner.begin(batch))
         except BaseException:
             _log.exception("the engine failed")
             self._running_flops -= flops
             error = Internal("the engine failed")
-            self._resolve([(queued_job, error) for queued_job in batch])
+            self._resolve([(job, error) for job in batch])
             return None
 
     def _finish(self, begun: _BegunBatch, is_last: bool = True) -> None:
@@ -403,8 +433,7 @@ class Engine:
         batch, started_at, launched = begun
         results: list[Result | QkvError] = [Internal("the engine failed")] * len(batch)
         try:
-            jobs, enqueued_at = [q.job for q in batch], [q.enqueued_at for q in batch]
-            results = self.batch_runner.finish(launched, jobs, enqueued_at)
+            results = self.batch_runner.finish(launched, batch)
         except BaseException:
             _log.exception("the engine failed")
         self._report_busy(not is_last)
@@ -413,9 +442,8 @@ class Engine:
         now = time.perf_counter()
         started_at = max(started_at, self._finished_at)
         self._finished_at = now
-        self._queue.throughput.add(
-            Load.sum([queued_job.load for queued_job in batch]), now - started_at
-        )
+        done = Load.sum([job.plan.load for job in batch])
+        self.admission.throughput.add(done, now - started_at)
         self._resolve(list(zip(batch, results, strict=True)))
 
     def _report_busy(self, is_busy: bool) -> None:
@@ -432,46 +460,39 @@ class Engine:
     def _wait_for_job(self) -> bool:
         """Waits for a job; returns False if the engine is stopping and the queue is empty."""
         with self._changed:
-            while self._queue.find_next() is None:
-                if self._closing and not len(self._queue):
+            while self._thread_pauses or self._queue.find_next() is None:
+                if self._closing and not self._queue:
                     return False
                 self._changed.wait()
         return True
 
-    def _take_batch(self) -> list[QueuedJob]:
+    def _take_batch(self) -> list[Job]:
         """Takes the next batch up to the budget, without cancelled jobs; may be empty."""
         with self._changed:
-            if (first := self._queue.find_next()) is None:
+            if self._thread_pauses:
                 return []
-            return self._queue.take_batch(first, self._max_batch, self._budget.bytes)
+            return self._queue.take_batch(self._max_batch, self._budget.bytes)
 
     def _fail_permanently(self, error: QkvError) -> None:
         """Fails all queued jobs and sets `failed`; the supervisor then replaces the process."""
         with self._changed:
             removed = self._queue.clear()
-        self._resolve([(queued_job, error) for queued_job in removed])
+        self._resolve([(job, error) for job in removed])
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed: the process ends already
             self._loop.call_soon_threadsafe(self.failed.set)
 
-    def _resolve(self, results: list[tuple[QueuedJob, Result | QkvError]]) -> None:
+    def _resolve(self, outcomes: Sequence[tuple[Job, Result | QkvError]]) -> None:
         """Hands a batch's results to the event loop in one call."""
 
         def set_results() -> None:
-            for queued_job, result in results:
-                if queued_job.timer is not None:
-                    queued_job.timer.cancel()
-                if queued_job.future.done():  # it is cancelled
-                    continue
-                if isinstance(result, Result):
-                    queued_job.future.set_result(result)
-                else:
-                    queued_job.future.set_exception(result)
+            for job, outcome in outcomes:
+                job.resolve(outcome)
 
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed: nothing awaits the results
             self._loop.call_soon_threadsafe(set_results)
 
 
-def _flops_of(batch: list[QueuedJob]) -> int:
-    return sum([queued_job.load.flops for queued_job in batch])
+def _flops_of(batch: list[Job]) -> int:
+    return sum([job.plan.flops for job in batch])

@@ -18,11 +18,9 @@ from qkv.attention.common import guards
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.engine.device.device import Device, Stopwatch, Unloading
 from qkv.engine.forward import NOTE, LayerTensors, call_variant, can_defer, in_layout
-from qkv.engine.result import Result
 from qkv.jobs.buffer_layout import ALIGNMENT
-from qkv.jobs.gradient_plan import GradientPlan
 from qkv.jobs.job import Job
-from qkv.jobs.measure.probe_plans import Float64Plan
+from qkv.jobs.result import Result
 from qkv.telemetry.times import Times
 from qkv.tensors import DTYPES, RawTensor
 
@@ -185,8 +183,7 @@ class _Call:
     def can_widen(self) -> bool:
         """True if float64 may be wide enough for jobs that need another path."""
         plan = self.jobs[0].plan
-        computes_in_float64 = isinstance(plan, GradientPlan | Float64Plan)
-        return not computes_in_float64 and plan.inputs.dtype != "float64"
+        return plan.task not in ("gradients", "float64") and plan.inputs.dtype != "float64"
 
     def again(self, jobs: Sequence[Job]) -> _Call:
         """Begins a call of some of the jobs in float64."""

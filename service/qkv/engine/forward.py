@@ -5,7 +5,7 @@ The executor calls `call_variant`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -21,18 +21,11 @@ from qkv.engine.device.device import Device
 from qkv.engine.layer_pass import GRADIENT, LayerTensors
 from qkv.engine.step_tensors import compute_steps
 from qkv.engine.weight_blocks import compute_weight_form
-from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
-from qkv.jobs.measure.probe_plans import (
-    PEAK_BYTES,
-    CachedTokenPlan,
-    Float64Plan,
-    PeakMemoryPlan,
-    float64_arguments,
-    to_float64,
-)
-from qkv.jobs.measure.row_divergence import RowDivergencePlan, compare_rows
-from qkv.jobs.plan import Plan
-from qkv.jobs.state import GRAD_SUMS, SUMS
+from qkv.jobs.float64 import float64_arguments, to_float64
+from qkv.jobs.gradient_plan import GRAD_OUTPUT
+from qkv.jobs.measure.row_divergence import compare_rows
+from qkv.jobs.plan import PEAK_BYTES, Plan, Task
+from qkv.jobs.state import GRAD_SUMS, SUMS, version_of
 
 __all__ = ["NOTE", "LayerTensors", "Outputs", "call_variant", "can_defer", "in_layout"]
 
@@ -64,18 +57,17 @@ def call_variant(
         plane_BH: as `softmax.attend` takes it; None: the tensors belong to a single request.
         device: of the tensors.
     """
-    if isinstance(plan, PeakMemoryPlan):
+    if plan.task == "peak":
         peak_bytes = device.measure_peak_bytes(
             lambda: _run_forward(plan, tensors, weights, plane_BH)
         )
         return {PEAK_BYTES: torch.tensor([peak_bytes])}, "measured"
-    return _CALLS.get(type(plan), _run_forward)(plan, tensors, weights, plane_BH)
+    return _CALLS[plan.task](plan, tensors, weights, plane_BH)
 
 
 def can_defer(plan: Plan) -> bool:
     """Returns True if no code of a job reads numbers but by `guards`."""
-    is_plain = not isinstance(plan, PeakMemoryPlan | RowDivergencePlan)
-    return is_plain and plan.variant.stackable_below > 0
+    return plan.task not in ("peak", "rows") and plan.variant.stackable_below > 0
 
 
 def _run_forward(
@@ -86,7 +78,7 @@ def _run_forward(
 
 
 def _run_cached_token(
-    plan: CachedTokenPlan,
+    plan: Plan,
     tensors: Mapping[str, Tensor],
     weights: LayerTensors,
     plane_BH: Tensor | None,
@@ -98,7 +90,7 @@ def _run_cached_token(
 
 
 def _run_gradients(
-    plan: GradientPlan,
+    plan: Plan,
     tensors: Mapping[str, Tensor],
     weights: LayerTensors,
     plane_BH: Tensor | None,
@@ -111,7 +103,7 @@ def _run_gradients(
 
 
 def _run_in_float64(
-    plan: Float64Plan, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
+    plan: Plan, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
 ) -> Outputs:
     tensors, weights = _to_float64(tensors, weights)
     projected = layer_pass.project(plan, tensors, weights)
@@ -122,7 +114,7 @@ def _run_in_float64(
 
 
 def _run_row_divergence(
-    plan: RowDivergencePlan,
+    plan: Any,  # a `RowDivergencePlan`
     tensors: Mapping[str, Tensor],
     weights: LayerTensors,
     _plane_BH: Tensor | None,
@@ -131,12 +123,33 @@ def _run_row_divergence(
     return compare_rows(plan, projected), "explicit"
 
 
-_CALLS: Final[Mapping[type[Plan], Callable[..., Outputs]]] = {
-    CachedTokenPlan: _run_cached_token,
-    GradientPlan: _run_gradients,
-    Float64Plan: _run_in_float64,
-    RowDivergencePlan: _run_row_divergence,
+_CALLS: Final[Mapping[Task, Callable[..., Outputs]]] = {
+    "run": _run_forward,
+    "time": _run_forward,
+    "token": _run_cached_token,
+    "gradients": _run_gradients,
+    "float64": _run_in_float64,
+    "rows": _run_row_divergence,
 }
+
+
+def _tensor_arguments(plan: Plan) -> Sequence[tuple[str, str]]:
+    """Returns the name of each tensor of the variant, and of its argument in the variant's
+    functions.
+
+    A layer's embeddings are not among them: it projects them to the roles.
+    """
+    inputs, names = plan.variant.tensors, set(plan.inputs.specs) - {VERSION}
+    if (layer := plan.inputs.layer) is not None:
+        names |= layer.variant_inputs.union(plan.roles)
+    return [(name, spec.argument) for name, spec in inputs.items() if name in names]
+
+
+def _attend_outputs(plan: Plan) -> Sequence[str]:
+    """Returns the outputs that `attend` computes, in the order of the response."""
+    others = {"weights"} if plan.form.is_summary else set()
+    names = [name for name in plan.variant.outputs if name in plan.outputs - others]
+    return [*names, "state"] if any(n.startswith(STATE) for n in plan.outputs) else names
 
 
 def _arguments(
@@ -145,7 +158,7 @@ def _arguments(
     """Returns tensors and parameters as the variant's functions take them."""
     if are_deferred():
         _defer_size_checks(plan, projected)
-    arguments: dict[str, Any] = {a: projected[name] for name, a in plan.tensor_arguments}
+    arguments: dict[str, Any] = {a: projected[name] for name, a in plan.derived(_tensor_arguments)}
     arguments.update(plan.arguments)
     if plan.variant.takes_plane:
         arguments["plane_BH"] = plane_BH
@@ -174,9 +187,9 @@ def _attend(plan: Plan, arguments: Mapping[str, Any], weights: LayerTensors) -> 
     if plan.form.is_summary:
         known = plan.variant.for_weights(arguments)
         summary = compute_weight_form(plan.variant, plan.form, known, plan.parameters, sizes)
-    if plan.attend_outputs:
-        result = plan.variant.attend(**arguments, outputs=frozenset(plan.attend_outputs))
-        computed = {name: getattr(result, name) for name in plan.attend_outputs}
+    if names := plan.derived(_attend_outputs):
+        result = plan.variant.attend(**arguments, outputs=frozenset(names))
+        computed = {name: getattr(result, name) for name in names}
         if "state" in computed:
             computed |= _state_tensors(plan, computed.pop("state"))
         if plan.variant.has_notes:
@@ -194,7 +207,8 @@ def _state_tensors(plan: Plan, state: Any) -> dict[str, Tensor]:
     """Returns the requested tensors of a state by name, and what the state belongs to."""
     found = {f"{STATE}{field}": x for field, x in state._asdict().items()}
     sums = found[SUMS]
-    version = torch.tensor(plan.state_version).to(sums.device, non_blocking=True)
+    numbers = version_of(plan.variant, plan.parameters, plan.inputs.dtype)
+    version = torch.tensor(numbers).to(sums.device, non_blocking=True)
     found[VERSION] = version.expand(len(sums), -1)
     return {name: found[name] for name in plan.output_specs if name in found}
 
@@ -206,7 +220,7 @@ def _to_float64(
     return inputs, wide
 
 
-def _without_hidden(plan: GradientPlan, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _without_hidden(plan: Plan, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Returns the tensors with one embedding for each role, zeros in place of hidden NaN.
 
     Keys and values are hidden at and after `key_lengths`, queries where the row of grad_output is
@@ -227,7 +241,7 @@ def _without_hidden(plan: GradientPlan, tensors: Mapping[str, Tensor]) -> Mappin
 
 
 def _compute_gradients(
-    plan: GradientPlan,
+    plan: Plan,
     tensors: Mapping[str, Tensor],
     weights: LayerTensors,
     arguments: Mapping[str, Any],
@@ -252,7 +266,7 @@ def _compute_gradients(
 
 
 def _output_gradients(
-    plan: GradientPlan, grad_BLM: Tensor, weights: LayerTensors, arguments: Mapping[str, Any]
+    plan: Plan, grad_BLM: Tensor, weights: LayerTensors, arguments: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the gradient of the output projection's input, and those of its weight and bias."""
     layer = plan.inputs.layer
@@ -271,7 +285,7 @@ def _output_gradients(
 def in_layout(plan: Plan, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Returns a plan's outputs on the CPU with the gradients of its layer in the layer's layout."""
     layer = plan.inputs.layer
-    if layer is None or not isinstance(plan, GradientPlan):
+    if layer is None or plan.task != "gradients":
         return tensors
     rest = {n: t for n, t in tensors.items() if not n.startswith(GRADIENT)}
     if layer.loaded is not None:

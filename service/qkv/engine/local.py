@@ -22,19 +22,19 @@ from qkv.attention.layers.layer_sizes import sizes_of
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device_errors import to_client_error
 from qkv.engine.executor import execute
-from qkv.engine.result import Result
 from qkv.errors import InvalidContent
+from qkv.jobs.annotations import annotate
 from qkv.jobs.convert import convert_message
+from qkv.jobs.float64 import float64_arguments, to_float64
 from qkv.jobs.gradient_plan import GradientPlan
 from qkv.jobs.job import Job
 from qkv.jobs.measure import compare_report
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.probe_plans import float64_arguments, to_float64
 from qkv.jobs.measure.sweep_request import SweepRequest
 from qkv.jobs.measure.sweep_run import SweepEvent, SweepRun
 from qkv.jobs.plan import Limits, Plan
+from qkv.jobs.result import Result
 from qkv.tensors import FLOATING, RawTensor
-from qkv.wire import json
 from qkv.wire.message import Message
 from qkv.wire.responses import CompareResponse, CompareTiming
 
@@ -105,9 +105,9 @@ def reference(variant: str, message: Message) -> Message:
         if (tensor := getattr(result, name, None)) is not None:
             array = to_float64(tensor).contiguous().numpy().reshape(plan.output_shape(name))
             outputs[name] = RawTensor.from_numpy(array)
-    annotations = {"weights_are": plan.weights_are} if "weights" in outputs else {}
+    kind = {"weights_are": plan.weights_are} if "weights" in outputs else {}
     timing = {"compute_ms": compute_ms, "device": "cpu", "backend": "reference"}
-    return Message({"variant": variant, "outputs": None, **annotations, "timing": timing}, outputs)
+    return Message({"variant": variant, "outputs": None, **kind, "timing": timing}, outputs)
 
 
 def check_variant(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -161,8 +161,8 @@ def _run(job: Job, group: str) -> Message:
         "flops": plan.flops,
         "bytes": plan.bytes,
     }
-    annotations = plan.annotations(output.notes)
-    fields = {"variant": plan.variant.name, group: None, **annotations, "timing": timing}
+    known = annotate(plan, output.notes)
+    fields = {"variant": plan.variant.name, group: None, **known, "timing": timing}
     return Message(fields, output.outputs)
 
 
@@ -192,9 +192,15 @@ def compare(message: Message) -> dict[str, Any]:
     except StopIteration as end:
         report: compare_report.CompareReport = end.value
     total_ms = (time.perf_counter() - started_at) * 1e3
-    timing = CompareTiming(0.0, 0.0, compute_s * 1e3, runs, "cpu", total_ms)
-    response: dict[str, Any] = json.load(json.dump(CompareResponse(*report, timing)))
-    return response
+    timing = CompareTiming(
+        queue_ms=0.0,
+        transfer_ms=0.0,
+        compute_ms=compute_s * 1e3,
+        runs=runs,
+        device="cpu",
+        total_ms=total_ms,
+    )
+    return CompareResponse(**report._asdict(), timing=timing).model_dump(mode="json")
 
 
 def detect(message: Message) -> list[dict[str, Any]]:

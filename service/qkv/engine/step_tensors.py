@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qkv.attention.variant import Variant
 from qkv.engine.item_arguments import place_planes, slice_arguments
-from qkv.jobs.measure.probe_plans import to_float64
+from qkv.jobs.float64 import to_float64
 
 __all__ = ["compute_steps"]
 

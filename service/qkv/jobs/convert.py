@@ -26,9 +26,11 @@ from qkv.jobs.detection_check import check_bytes, read_check, refuse_doubtful
 from qkv.jobs.fields import field_error
 from qkv.jobs.layer_inputs import arrays_of
 from qkv.tensors import RawTensor
+from qkv.wire.layer_responses import RotaryOrder
 from qkv.wire.message import Message
+from qkv.wire.tensor_types import FloatingDtype
 
-__all__ = ["ConvertFields", "convert_message", "working_bytes"]
+__all__ = ["ConvertFields", "convert_message", "known_fields", "working_bytes"]
 
 
 class ConvertFields(pydantic.BaseModel):
@@ -68,7 +70,7 @@ class ConvertFields(pydantic.BaseModel):
         ),
     ] = None
     to_order: Annotated[
-        Literal["half", "interleaved"] | None,
+        RotaryOrder | None,
         pydantic.Field(
             description="The rotary order of the response. By default that of the target layout, "
             "else that of the source."
@@ -102,27 +104,30 @@ class ConvertFields(pydantic.BaseModel):
         pydantic.Field(description="With `check`: one more factor of the scores to try."),
     ] = None
     dtype: Annotated[
-        Literal["float64", "float32", "float16", "bfloat16"],
+        FloatingDtype,
         pydantic.Field(description="The dtype of tensors that are sent as lists of numbers."),
     ] = "float32"
 
 
 def convert_message(
-    message: Message, raise_if_stopped: Callable[[], object] = lambda: None
+    message: Message,
+    raise_if_stopped: Callable[[], object] = lambda: None,
+    fields: ConvertFields | None = None,
 ) -> Message:
     """Converts the weights in a message with the fields of POST /v1/convert.
 
     Args:
         message: the request.
         raise_if_stopped: called between pieces of the work; it raises to end the conversion.
+        fields: of the message, validated; None validates them.
 
     Raises:
         InvalidContent: a field or tensor is wrong, or the target layout cannot hold a tensor.
     """
     try:
-        fields = ConvertFields.model_validate(message.fields)
+        fields = fields or ConvertFields.model_validate(message.fields)
     except pydantic.ValidationError as error:
-        raise field_error(error, _known_fields(), nested=NESTED_FIELDS) from None
+        raise field_error(error, known_fields(), nested=NESTED_FIELDS) from None
     if fields.target is not None:
         layout_catalogue.find(fields.target, "/to")
     tensors = arrays_of(message.tensors, fields.dtype, "tensors")
@@ -203,7 +208,7 @@ def _converted(
     return Message(response, raw, encoding=message.encoding or "base64")
 
 
-def _known_fields() -> list[str]:
+def known_fields() -> list[str]:
     """Returns the names of the fields in the order of the schema, as a client writes them."""
     names = [field.alias or name for name, field in ConvertFields.model_fields.items()]
     return [*names[:2], "tensors", *names[2:], "encoding"]

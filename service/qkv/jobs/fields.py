@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import pydantic
 from pydantic_core import PydanticCustomError
@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from qkv.attention.json_integers import to_integer
 from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.wire.message import Message
+from qkv.wire.tensor_types import FloatingDtype
 
 __all__ = ["INTEGER", "JobFields", "LayerField", "field_error", "parse_fields"]
 
@@ -48,7 +49,7 @@ class JobFields(pydantic.BaseModel):
 
     parameters: dict[str, Any] = {}
     dtype: Annotated[
-        Literal["float64", "float32", "float16", "bfloat16"],
+        FloatingDtype,
         pydantic.Field(description="The dtype of tensors that are sent as lists of numbers."),
     ] = "float32"
     layer: LayerField = None
@@ -74,6 +75,7 @@ def field_error(
     known: Sequence[str],
     *within: str,
     nested: Collection[str] = (),
+    branches: Collection[str] = (),
 ) -> InvalidContent:
     """Describes the first error of an object's fields in one sentence.
 
@@ -82,8 +84,11 @@ def field_error(
         known: the field names that the object may have.
         within: the path of the object in the body.
         nested: the field names of objects in the object.
+        branches: the names of the forms that the object may have.
     """
     fault = error.errors(include_url=False, include_context=False)[0]
+    if fault["loc"] and fault["loc"][0] in branches:
+        fault["loc"] = fault["loc"][1:]
     # pydantic puts the branches of a union into `loc` too, as words that are no field names
     path = [p for i, p in enumerate(fault["loc"]) if i == 0 or isinstance(p, int) or p in nested]
     if fault["type"] in ("extra_forbidden", "missing"):  # the field's own name is last

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Final, Self
+from typing import Final, Self
 
 from qkv.attention import catalogue
 from qkv.attention.signature import TAIL, Input, Output
@@ -15,7 +15,7 @@ from qkv.jobs import state
 from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
 from qkv.jobs.layer_inputs import find_loaded
-from qkv.jobs.plan import Limits, Plan
+from qkv.jobs.plan import Limits, Plan, Task
 from qkv.jobs.run_fields import parse_parameters
 from qkv.jobs.state import GRAD_SUMS
 from qkv.tensors import FLOATING, RawTensor
@@ -40,7 +40,7 @@ class GradientPlan(Plan):
         outputs: names of the tensors that have a gradient.
     """
 
-    is_inference: ClassVar[bool] = False
+    task: Task = "gradients"
 
     @classmethod
     def from_message(cls, variant_name: str, message: Message, limits: Limits) -> Self:
@@ -98,11 +98,6 @@ class GradientPlan(Plan):
         Values that the backward pass recomputes are not counted.
         """
         return 2 * super().flops
-
-    @property
-    def uses_sdpa(self) -> bool:
-        """Always false: gradients are closed forms."""
-        return False
 
     @property
     def output_names(self) -> Sequence[str]:

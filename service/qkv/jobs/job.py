@@ -1,20 +1,28 @@
-"""A job: a plan with the tensors of one request."""
+"""A job: a plan with the tensors of one request, and the way of its result."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Hashable, Mapping
-from typing import Self
+from typing import Final, Self
 
 from qkv.attention.layers.layer import Layer
 from qkv.jobs.plan import Limits, Plan
+from qkv.jobs.result import Result
+from qkv.jobs.tenant import Tenant
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["Job"]
+__all__ = ["DEFAULT_PRIORITY", "PRIORITIES", "Job"]
+
+PRIORITIES: Final = (1, 2, 3)
+"""High, default and low priority."""
+DEFAULT_PRIORITY: Final = 2
 
 
 class Job:
-    """A plan with the numbers of one request.
+    """A plan with the numbers of one request, from its validation to its result.
 
     Args:
         plan: all but the numbers.
@@ -22,10 +30,26 @@ class Job:
         layer: the layer that projects them, or None.
 
     Attributes:
-        plan, tensors, layer: as the arguments.
+        plan, tensors, layer: as the arguments; the others are set when it is submitted.
+        tenant: whose job it is.
+        priority: one of `PRIORITIES`.
+        submitted_at: start of its wait, by `time.perf_counter`.
+        deadline: time at which it expires, by the same clock; None: never.
+        future: receives its result or its error.
+        timer: the timer of its deadline; None: it has none.
     """
 
-    __slots__ = ("__weakref__", "layer", "plan", "tensors")
+    __slots__ = (
+        "__weakref__", "deadline", "future", "layer", "plan", "priority", "submitted_at", "tenant",
+        "tensors", "timer",
+    )  # fmt: skip
+
+    tenant: Tenant
+    priority: int
+    submitted_at: float
+    deadline: float | None
+    future: asyncio.Future[Result]
+    timer: asyncio.TimerHandle | None
 
     def __init__(
         self, plan: Plan, tensors: Mapping[str, RawTensor], layer: Layer | None = None
@@ -61,6 +85,47 @@ class Job:
             QkvError: from `kind.from_message`, or a number is wrong.
         """
         return cls.from_message(kind.from_message(variant, message, limits), message)
+
+    def start_wait(
+        self,
+        future: asyncio.Future[Result],
+        tenant: Tenant,
+        priority: int = DEFAULT_PRIORITY,
+        wait_s: float | None = None,
+    ) -> None:
+        """Starts its wait for a device; a job that is done may start again.
+
+        Args:
+            future: receives its result.
+            tenant: whose job it is.
+            priority: 1 is high, 3 is low; any other value is the default, 2.
+            wait_s: seconds after which it expires; None: never.
+        """
+        self.future, self.tenant, self.timer = future, tenant, None
+        self.priority = priority if priority in PRIORITIES else DEFAULT_PRIORITY
+        self.submitted_at = now = time.perf_counter()
+        self.deadline = None if wait_s is None else now + wait_s
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True if nothing waits for the result any more."""
+        return self.future.cancelled()
+
+    @property
+    def is_expired(self) -> bool:
+        """True once its deadline has passed."""
+        return self.deadline is not None and self.deadline <= time.perf_counter()
+
+    def resolve(self, outcome: Result | BaseException) -> None:
+        """Hands over its result or its error, on the event loop, unless it is cancelled."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.future.done():
+            return
+        if isinstance(outcome, Result):
+            self.future.set_result(outcome)
+        else:
+            self.future.set_exception(outcome)
 
     @property
     def batch_key(self) -> Hashable:

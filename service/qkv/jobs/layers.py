@@ -16,7 +16,13 @@ from qkv.jobs.fields import INTEGER, field_error
 from qkv.wire import json
 from qkv.wire.plain_json import RepeatedName, load_names
 
-__all__ = ["MAX_LIST_BYTES", "LayersFields", "list_layers"]
+__all__ = [
+    "MAX_LIST_BYTES",
+    "LayersRequest",
+    "list_layers",
+    "read_document",
+    "shapes_error",
+]
 
 MAX_LIST_BYTES: Final = 16 << 20
 """Most bytes of a list of layers: twice a request of the most bytes."""
@@ -32,8 +38,8 @@ _Shape = Annotated[list[_Size], pydantic.Field(max_length=_MAX_AXES)]
 _Name = Annotated[str, pydantic.Field(max_length=_MAX_NAME)]
 
 
-class LayersFields(pydantic.BaseModel):
-    """The fields of a request for the layers of a model."""
+class LayersRequest(pydantic.BaseModel):
+    """The body of a request for the layers of a model."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -47,19 +53,20 @@ class LayersFields(pydantic.BaseModel):
     ]
 
 
-def list_layers(text: bytes, raise_if_stopped: Callable[[], object] = lambda: None) -> bytes:
+def list_layers(
+    fields: LayersRequest, raise_if_stopped: Callable[[], object] = lambda: None
+) -> bytes:
     """Returns the attention layers of a model, as the response has them: a list in JSON.
 
     Args:
-        text: the JSON of the request.
+        fields: of the request.
         raise_if_stopped: called between pieces of the work; it raises to end it.
 
     Raises:
-        MalformedRequest: the text is not a JSON object.
-        InvalidContent: a field is wrong, or there are too many layers.
+        InvalidContent: there are too many layers.
         PayloadTooLarge: the list is too long.
     """
-    shapes = _read_shapes(text)
+    shapes = {name: tuple(shape) for name, shape in fields.shapes.items()}
     raise_if_stopped()
     known_layers = layout_catalogue.find_layers(shapes)
     if len(known_layers) > _MAX_LAYERS:
@@ -84,12 +91,12 @@ def list_layers(text: bytes, raise_if_stopped: Callable[[], object] = lambda: No
     return b"[%b]" % b",".join(described)
 
 
-def _read_shapes(text: bytes) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes by name.
+def read_document(text: bytes) -> dict[str, Any]:
+    """Parses the body of a request, whose shapes may have any number of names.
 
     Raises:
         MalformedRequest: the text is not a JSON object.
-        InvalidContent: a field is wrong, or a name is repeated.
+        InvalidContent: a name is repeated.
     """
     try:
         document = load_names(text)
@@ -99,19 +106,15 @@ def _read_shapes(text: bytes) -> dict[str, tuple[int, ...]]:
         raise MalformedRequest(f"the body is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise MalformedRequest("the body must be a JSON object")
-    try:
-        fields = LayersFields.model_validate(document)
-    except pydantic.ValidationError as error:
-        raise _error(error) from None
-    return {name: tuple(shape) for name, shape in fields.shapes.items()}
+    return document
 
 
-def _error(error: pydantic.ValidationError) -> InvalidContent:
+def shapes_error(error: pydantic.ValidationError, known: list[str], **_: Any) -> InvalidContent:
     """Describes the first error of the fields, with the name of the tensor if it is a shape."""
     fault = error.errors(include_url=False, include_context=False)[0]
     place = fault["loc"]
     if len(place) < 2 or place[0] != "shapes":
-        return field_error(error, list(LayersFields.model_fields))
+        return field_error(error, known)
     name, value = str(place[1]), format_value(fault["input"])
     if place[-1] == "[key]":
         return InvalidContent(

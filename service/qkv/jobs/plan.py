@@ -1,12 +1,12 @@
-"""A plan: all of a validated request but its numbers, and all that follows from it."""
+"""A plan: all of a validated request but its numbers, and what follows from it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Final, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
 import pydantic
 
@@ -16,19 +16,21 @@ from qkv.attention.signature import STATE, VERSION
 from qkv.attention.step import STEPS
 from qkv.attention.variant import Variant
 from qkv.errors import PayloadTooLarge
-from qkv.jobs import plan_codec, state, weight_forms
-from qkv.jobs.buffer_layout import BufferLayout
+from qkv.jobs import state, weight_forms
 from qkv.jobs.fields import parse_fields
 from qkv.jobs.inputs import Inputs
 from qkv.jobs.layer_inputs import find_loaded
+from qkv.jobs.load import Load
 from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
-from qkv.jobs.run_fields import RunFields, parse_parameters, select_outputs, unused_parameters
+from qkv.jobs.run_fields import RunFields, parse_parameters, select_outputs
 from qkv.jobs.steps import check_steps
 from qkv.jobs.weight_forms import FULL, WeightForm
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.message import Message
 
-__all__ = ["SMALL_BYTES", "BatchKey", "Limits", "Plan"]
+__all__ = ["PEAK_BYTES", "SMALL_BYTES", "BatchKey", "Limits", "Plan", "Task"]
+
+_T = TypeVar("_T")
 
 _SMALL_FLOPS: Final = 1 << 26  # half a millisecond of one thread, roughly
 SMALL_BYTES: Final = 1 << 21
@@ -76,9 +78,22 @@ class BatchKey:
         return isinstance(other, BatchKey) and self.parts == other.parts
 
 
+Task = Literal["run", "gradients", "time", "token", "peak", "float64", "rows"]
+"""The work of a plan.
+
+run, gradients: of a client. The others are measurements. time: a run alone in its batch, so that
+the batch's time is its own. token: such a run of one query, which first writes the last key and
+value to those before. peak: a run that returns its peak of memory. float64: a run in float64.
+rows: a comparison of rows of weights.
+"""
+
+PEAK_BYTES: Final = "peak_bytes"
+"""The output of the task `peak`: the bytes that a run takes beside its inputs."""
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A forward pass of a variant; the subclasses are other work.
+    """A call of a variant.
 
     Attributes:
         variant: the variant.
@@ -86,16 +101,15 @@ class Plan:
         inputs: the tensors and the layer, without their numbers.
         outputs: names of the outputs to return.
         form: the form of the weights, if they are returned.
-        is_inference: a client requested this run of the variant; the statistics count it.
+        task: the work.
     """
-
-    is_inference: ClassVar[bool] = True
 
     variant: Variant
     parameters: pydantic.BaseModel
     inputs: Inputs
     outputs: frozenset[str]
     form: WeightForm = FULL
+    task: Task = "run"
 
     @classmethod
     def from_message(cls, variant_name: str, message: Message, limits: Limits) -> Self:
@@ -120,41 +134,45 @@ class Plan:
         if plan.has_state:
             state.check_fit(variant, parameters, inputs.axes.sizes, inputs.layer)
         if plan.has_steps:
-            check_steps(inputs.axes.sizes, plan.steps_nbytes, inputs.specs)
+            steps = [n for n in plan.output_names if n.startswith(STEPS)]
+            steps_bytes = sum(nbytes(plan.dtype_of(n), plan.output_shape(n)) for n in steps)
+            check_steps(inputs.axes.sizes, steps_bytes, inputs.specs)
         plan.check_size(limits)
         return plan
+
+    def measured(self, task: Task) -> Self:
+        """Returns the plan of a measurement of the same run."""
+        return replace(self, form=FULL, task=task)
+
+    @property
+    def is_measurement(self) -> bool:
+        """True if a measurement needs the work, and no client has asked for it."""
+        return self.task not in ("run", "gradients")
+
+    def derived(self, compute: Callable[[Plan], _T]) -> _T:
+        """Returns what a reader of plans computes from one, and computes it once.
+
+        Args:
+            compute: the function of a module; always the same object.
+        """
+        try:
+            value: _T = self._derived[compute]
+        except KeyError:
+            value = self._derived[compute] = compute(self)
+        return value
+
+    @cached_property
+    def _derived(self) -> dict[Callable[[Plan], Any], Any]:
+        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the fields; what follows from them is computed again where it is needed."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
-    def encoded(self) -> bytes:
-        """The plan for another process of the service."""
-        return plan_codec.encode(self)
-
-    @cached_property
-    def input_layout(self) -> BufferLayout:
-        """The tensors of a job in memory that processes share, without those of its layer."""
-        shapes, dtypes = self.inputs.sent_shapes, self.inputs.dtypes
-        return BufferLayout((name, dtypes[name], shape) for name, shape in shapes.items())
-
-    @cached_property
-    def layer_layout(self) -> BufferLayout:
-        """The tensors of the layer of a job in such memory; none without a layer."""
-        layer = self.inputs.layer
-        weights = {} if layer is None else layer.tensors
-        return BufferLayout((name, a.dtype.name, a.shape) for name, a in weights.items())
-
-    @cached_property
-    def output_layout(self) -> BufferLayout:
-        """The outputs of a job in such memory."""
-        return BufferLayout((name, *spec) for name, spec in self.output_specs.items())
-
-    @cached_property
     def runs_alone(self) -> bool:
         """True if a job of the plan is never stacked."""
-        return False
+        return self.is_measurement
 
     @cached_property
     def shared_names(self) -> Sequence[str]:
@@ -163,7 +181,7 @@ class Plan:
 
     @cached_property
     def batch_key(self) -> BatchKey:
-        """Kind, variant, parameters and outputs; names, dtypes and shapes of the tensors, without
+        """Task, variant, parameters and outputs; names, dtypes and shapes of the tensors, without
         B; the name of a loaded layer."""
         shapes, dtypes = self.inputs.shapes, self.inputs.dtypes
         axes = tuple(
@@ -176,7 +194,7 @@ class Plan:
         returned = self.outputs, self.form
         parameters: Any = self.parameters  # they are frozen, and have a hash
         of_layer = weights, options, self.layer_name
-        return BatchKey((type(self), self.variant.name, parameters, axes, *returned, *of_layer))
+        return BatchKey((self.task, self.variant.name, parameters, axes, *returned, *of_layer))
 
     @property
     def batch_size(self) -> int:
@@ -214,17 +232,16 @@ class Plan:
             return total + self.variant.flops(sizes | {"E": min(self.form.size, sizes.get("S", 1))})
         return total + 2 * self._form_score_count * sizes.get("D", 1)
 
+    @cached_property
+    def load(self) -> Load:
+        """The work of a job."""
+        return Load(1, self.bytes, self.flops)
+
     @property
     def layer_name(self) -> str | None:
         """The name of the loaded layer; None: the plan has none."""
         layer = self.inputs.layer
         return None if layer is None or layer.loaded is None else layer.loaded.name
-
-    @cached_property
-    def model_names(self) -> Sequence[str]:
-        """The names under which statistics count a run: of the variant, and of a loaded layer."""
-        name = self.layer_name
-        return [self.variant.name, *([] if name is None else [name])]
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -233,6 +250,8 @@ class Plan:
 
     def dtype_of(self, output: str) -> str:
         """Returns the dtype of an output in the response."""
+        if self.task == "float64":
+            return "float64"
         if output.startswith(STATE):
             return self._dtype_of_state(output)
         if output.startswith(STEPS):
@@ -263,17 +282,6 @@ class Plan:
         """True if the request asks for steps."""
         return any(n.startswith(STEPS) for n in self.outputs)
 
-    @property
-    def steps_nbytes(self) -> int:
-        """Bytes of all steps that the request may ask for."""
-        names = (n for n in self.output_names if n.startswith(STEPS))
-        return sum(nbytes(self.dtype_of(n), self.output_shape(n)) for n in names)
-
-    @cached_property
-    def state_version(self) -> list[int]:
-        """The numbers of `state.version`."""
-        return state.version_of(self.variant, self.parameters, self.inputs.dtype)
-
     def check_numbers(self, tensors: Mapping[str, RawTensor]) -> None:
         """Checks lengths, and what a state belongs to.
 
@@ -294,7 +302,7 @@ class Plan:
         """
         pairs = math.prod(self.inputs.axes.sizes.get(letter, 1) for letter in "BHLS")
         return (
-            not self.has_steps
+            not (self.has_steps or self.is_measurement)
             and self.flops < _SMALL_FLOPS
             and self.bytes < SMALL_BYTES
             and max(self.score_count, pairs) < _SMALL_SCORES
@@ -306,26 +314,10 @@ class Plan:
         return {n: getattr(self.parameters, n) for n in type(self.parameters).model_fields}
 
     @cached_property
-    def tensor_arguments(self) -> Sequence[tuple[str, str]]:
-        """The name of each tensor of the variant, and of its argument in the variant's functions.
-
-        A layer's embeddings are not among them: it projects them to the roles.
-        """
-        inputs, names = self.variant.tensors, set(self.inputs.specs) - {VERSION}
-        if (layer := self.inputs.layer) is not None:
-            names |= layer.variant_inputs.union(self.roles)
-        return [(name, spec.argument) for name, spec in inputs.items() if name in names]
-
-    @cached_property
-    def attend_outputs(self) -> Sequence[str]:
-        """The outputs that `attend` computes, in the order of the response."""
-        others = {"weights"} if self.form.is_summary else set()
-        names = [name for name in self.variant.outputs if name in self.outputs - others]
-        return [*names, "state"] if any(n.startswith(STATE) for n in self.outputs) else names
-
-    @cached_property
     def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """The dtype and shape of each output in the response, in its order."""
+        if self.task == "peak":
+            return {PEAK_BYTES: ("int64", (1,))}
         names = [name for name in self.output_names if name in self.outputs]
         specs = {n: (self.dtype_of(n), self.output_shape(n)) for n in names}
         if self.form.is_summary:
@@ -345,37 +337,16 @@ class Plan:
 
     @property
     def uses_sdpa(self) -> bool:
-        """True if torch's SDPA kernel alone runs, without a layer."""
+        """True if torch's SDPA kernel alone runs, without a layer, and may have idle threads: these
+        would skew a measurement."""
         inputs = self.inputs
-        return inputs.layer is None and self.variant.uses_sdpa(
-            inputs.axes.sizes, self.parameters, self.outputs, inputs.specs
+        return (
+            self.task == "run"
+            and inputs.layer is None
+            and self.variant.uses_sdpa(
+                inputs.axes.sizes, self.parameters, self.outputs, inputs.specs
+            )
         )
-
-    def annotations(self, notes: Sequence[str] = ()) -> dict[str, Any]:
-        """Returns fields of a response: `weights_are` with weights, `layer` with a layer, `notes`.
-
-        `notes` are those on the numbers of a run.
-        """
-        if not notes:
-            return self._annotations
-        return {**self._annotations, "notes": [*self.notes, *notes]}
-
-    @cached_property
-    def _annotations(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        if "weights" in self.outputs:
-            fields["weights_are"] = self.weights_are
-        if self.inputs.layer is not None:
-            fields["layer"] = self.inputs.layer.description
-        if self.notes:
-            fields["notes"] = self.notes
-        return fields
-
-    @cached_property
-    def notes(self) -> list[str]:
-        """The parameters of a loaded layer that the variant lacks, which are not applied."""
-        layer = self.inputs.layer
-        return [] if layer is None else unused_parameters(self.variant, layer)
 
     @property
     def weights_are(self) -> str:

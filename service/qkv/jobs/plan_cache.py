@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import orjson
 
+from qkv.jobs import plan_codec
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
@@ -21,12 +22,12 @@ from qkv.wire.message import Message
 
 __all__ = ["BoundedCache", "PlanCache", "plain_bytes", "plan_bytes"]
 
-_MAX_PLANS: Final = 2048
-_MAX_BYTES: Final = 32 << 20  # of plans; usual ones need a third
+_MAX_BYTES: Final = 32 << 20  # of plans; two thousand usual ones need a third
 _MAX_FIELDS: Final = 1024  # bytes of the fields of a request whose plan is kept
 _MAX_PART: Final = 64  # an entry that takes more than this part of a cache would displace too many
 _PLAN_BYTES: Final = 6 << 10  # of a plan beside what grows with its request
 _COPIES: Final = 3  # a plan has names, shapes and parameters as sent, validated and derived
+_OBJECT_FACTOR: Final = 12  # a row number takes 3 bytes encoded, and 36 in a tuple
 
 _T = TypeVar("_T")
 
@@ -59,15 +60,14 @@ class BoundedCache(Generic[_T]):
     """The values that were used last, by key; safe across threads.
 
     Args:
-        size: the number of values.
         max_bytes: what the values may hold together, with their keys.
 
     Attributes:
         held_bytes: what they hold, as `put` was told.
     """
 
-    def __init__(self, size: int, max_bytes: int) -> None:
-        self._size, self._max_bytes = size, max_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self.held_bytes = 0
         # with the bytes of each; the order is that of the last uses
         self._values: OrderedDict[Hashable, tuple[_T, int]] = OrderedDict()
@@ -98,22 +98,22 @@ class BoundedCache(Generic[_T]):
             _, before = self._values.pop(key, (None, 0))
             self._values[key] = value, held_bytes
             self.held_bytes += held_bytes - before
-            while len(self._values) > self._size or self.held_bytes > self._max_bytes:
+            while self.held_bytes > self._max_bytes:
                 _, (_, dropped) = self._values.popitem(last=False)
                 self.held_bytes -= dropped
 
 
 class PlanCache:
-    """The plans of validated requests, for one event loop and its threads.
+    """The plans of a process, which it has validated or another process has sent.
 
     Args:
-        limits: of a job.
-        size: the number of plans.
+        limits: of a job; also the layers that plans may name.
+        max_bytes: what the plans may hold together.
     """
 
-    def __init__(self, limits: Limits, size: int = _MAX_PLANS) -> None:
+    def __init__(self, limits: Limits, max_bytes: int = _MAX_BYTES) -> None:
         self._limits = limits
-        self._plans: BoundedCache[Plan] = BoundedCache(size, _MAX_BYTES)
+        self._plans: BoundedCache[Plan] = BoundedCache(max_bytes)
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -141,6 +141,17 @@ class PlanCache:
             if key is not None:
                 self._plans.put(key, plan, plan_bytes(message.fields, key[1:]))
         return Job.from_message(plan, message)
+
+    def decode(self, encoded: bytes) -> Plan:
+        """Returns the plan of these bytes, which another process has validated.
+
+        Args:
+            encoded: as `plan_codec.encode` returned it.
+        """
+        if (plan := self._plans.get(encoded)) is None:
+            plan = plan_codec.decode(encoded, self._limits.layers)
+            self._plans.put(encoded, plan, plan_bytes(encoded) + _OBJECT_FACTOR * len(encoded))
+        return plan
 
 
 def _key(kind: type[Plan], variant: str, message: Message) -> tuple[Any, ...] | None:

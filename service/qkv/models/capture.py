@@ -34,6 +34,7 @@ __all__ = ["MAX_BYTES", "CaptureWarning", "capture"]
 MAX_BYTES: Final = 1 << 30
 """The default budget of a capture, in bytes."""
 _UNPROVED: Final = "its weights times its values are not what its attention function returned"
+_NOT_RETURNED: Final = "its module did not return the projected outputs of its heads"
 _RECENT_MASKS: Final = 4  # layers of a model share masks: one for each kind of layer
 
 
@@ -140,6 +141,9 @@ class _Recorder:
         own = output if result.own is None else result.own
         if not is_proved(select_heads(call, heads), own[:, list(heads)]):
             self._note(Missed(call.layer, _UNPROVED))
+            return
+        if result.is_returned is not None and not result.is_returned():
+            self._note(Missed(call.layer, _NOT_RETURNED))
             return
         self._left -= size
         if mask is not None and is_new:

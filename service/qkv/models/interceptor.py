@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, Self
 
 import torch
@@ -15,8 +15,8 @@ from torch import nn
 from qkv.models import sdpa_calls, torch_modules, transformers_calls
 from qkv.models.model_call import Handler
 from qkv.models.running_modules import (
+    Interception,
     RunningModule,
-    enter_module,
     is_recomputed,
     report_miss,
     without_mode,
@@ -34,7 +34,7 @@ _ENTRIES: Final = "forward", "_compiled_call_impl"
 _lock: Final = threading.RLock()
 
 
-class Interceptor:
+class Interceptor(Interception):
     """A context manager that sends each attention call of a model to a handler.
 
     It replaces `forward` of each module by a wrapper that notes that the module runs. It uses no
@@ -48,10 +48,9 @@ class Interceptor:
     """
 
     def __init__(self, model: nn.Module, handler: Handler, *, is_recorder: bool) -> None:
-        self.handler, self.is_recorder = handler, is_recorder
+        super().__init__(handler, is_recorder=is_recorder)
         self.is_active = False
         self._model = model
-        self._names: dict[int, str] = {}
         self._modules: list[nn.Module] = []
         self._graphs: list[str] = []
         self._closed: list[str] = []
@@ -64,7 +63,7 @@ class Interceptor:
             transformers_calls.attach()
             try:
                 for name, module in _modules_of(self._model):
-                    self._names[id(module)] = name
+                    self.names[id(module)] = name
                     self._modules.append(module)
                     self._intercept(name, module)
             except BaseException:
@@ -85,18 +84,15 @@ class Interceptor:
     def _intercept(self, name: str, module: nn.Module) -> None:
         """Puts wrappers on a module; reports it if calls inside it cannot be seen."""
         if not (reason := _why_closed(module)):
-            module.__dict__["forward"] = _Wrapper(self, name, module)
+            module.__dict__["forward"] = _Wrapper(self, name, module, "forward", is_closed=False)
             return
         self._has_calls = True  # they are reported
         self._closed.append(name)
         self.handler.miss(name, reason)
         for attribute in _ENTRIES:
-            if callable(before := module.__dict__.get(attribute)):
-                module.__dict__[attribute] = _ClosedWrapper(self, before)
-
-    def name_of(self, module: nn.Module | None) -> str | None:
-        """Returns the qualified name of a module of the model; None if it has none."""
-        return None if module is None else self._names.get(id(module))
+            if callable(module.__dict__.get(attribute)):
+                wrapper = _Wrapper(self, name, module, attribute, is_closed=True)
+                module.__dict__[attribute] = wrapper
 
     def has_closed(self, name: str) -> bool:
         """True if calls in a module, or in a part of it, cannot be seen, and are reported."""
@@ -117,30 +113,44 @@ class Interceptor:
 
 
 class _Wrapper:
-    """`forward` of a module, with a note that the module runs.
+    """The code of a module, with a note that the module runs.
 
     Args:
         interceptor: gets the calls while it is active.
         name: qualified name of the module.
         module: the module.
+        attribute: its name of the code.
+        is_closed: the code is compiled.
     """
 
-    def __init__(self, interceptor: Interceptor, name: str, module: nn.Module) -> None:
-        original = module.forward
-        functools.update_wrapper(self, original, updated=())
+    def __init__(
+        self,
+        interceptor: Interceptor,
+        name: str,
+        module: nn.Module,
+        attribute: str,
+        *,
+        is_closed: bool,
+    ) -> None:
+        original = getattr(module, attribute)
+        updated = functools.WRAPPER_UPDATES if is_closed else ()  # torch's mark of compiled code
+        functools.update_wrapper(self, original, updated=updated)
         self.interceptor, self._name = interceptor, name
-        self.before: Any = module.__dict__.get("forward", _ABSENT)
+        self.before: Any = module.__dict__.get(attribute, _ABSENT)
         self._original = original
         self._number = next(_numbers)
         _wrappers[self._number] = self
         # the innermost wrapper intercepts modules of torch, for all interceptors
-        self._is_innermost = not isinstance(original, _Wrapper)
+        self._is_innermost = not is_closed and not isinstance(original, _Wrapper)
         self._forward = torch_modules.wrap(module, original) if self._is_innermost else original
-        self._module = module
+        self._module, self._is_closed = module, is_closed
         self._is_followed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
+        if self._is_closed:
+            with without_mode():  # under it torch would compile the code again
+                return self._original(*args, **kwargs)
         interceptor = self.interceptor
         if torch.compiler.is_dynamo_compiling():
             _report_graph(self._number)
@@ -149,7 +159,7 @@ class _Wrapper:
             return self._forward(*args, **kwargs)
         is_wanted = not self._is_followed and not is_recomputed()
         with (
-            enter_module(interceptor, self._name, sdpa_calls.MODE) as running,
+            RunningModule(interceptor, self._name, sdpa_calls.MODE) as running,
             following(is_wanted) as has_positions,
         ):
             result = self._run(running, args, kwargs)
@@ -179,28 +189,6 @@ class _Wrapper:
     def __reduce__(self) -> Any:
         """Returns the module's own `forward`: copies of the module are not intercepted."""
         return _same, (self._original,)
-
-
-class _ClosedWrapper:
-    """The compiled code of a module, without the mode: under it torch would compile it again.
-
-    Args:
-        interceptor: whose wrapper it is.
-        before: the compiled code.
-    """
-
-    def __init__(self, interceptor: Interceptor, before: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, before)
-        self.interceptor, self.before = interceptor, before
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the compiled code."""
-        with without_mode():
-            return self.before(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        """Returns the compiled code."""
-        return _same, (self.before,)
 
 
 _numbers: Final = itertools.count()
@@ -238,7 +226,7 @@ def _remove_wrappers(module: nn.Module) -> None:
     A wrapper below an active one only calls the next. It goes when the active one goes.
     """
     for attribute in _ENTRIES:
-        while isinstance(top := module.__dict__.get(attribute), _Wrapper | _ClosedWrapper):
+        while isinstance(top := module.__dict__.get(attribute), _Wrapper):
             if top.interceptor.is_active:
                 break
             if top.before is _ABSENT:

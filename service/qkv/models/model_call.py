@@ -70,11 +70,14 @@ class CallOutput(NamedTuple):
         output: (B, H, L, E).
         weights: (B, H, L, S); None if the model does not read them.
         own: that of the model's own attention, if a handler replaced it.
+        is_returned: tells if the module returned what follows from the output; None: nothing is
+            known to follow.
     """
 
     output: Tensor
     weights: Tensor | None = None
     own: Tensor | None = None
+    is_returned: Callable[[], bool] | None = None
 
     def replaced(self, output: Tensor, weights: Tensor | None) -> CallOutput:
         """Returns an output in place of this one."""

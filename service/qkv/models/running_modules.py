@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final, Self
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ __all__ = [
     "Interception",
     "RunningModule",
     "dispatch",
-    "enter_module",
     "has_only_recorders",
     "innermost_module",
     "is_intercepted",
@@ -30,36 +29,22 @@ __all__ = [
 ]
 
 
-class Interception(Protocol):
-    """The interception of one model, as this module needs it.
+class Interception:
+    """The interception of one model.
 
-    Attributes:
+    Args:
         handler: handles the calls.
         is_recorder: the handler returns what `run` returns.
     """
 
-    handler: Handler
-    is_recorder: bool
+    def __init__(self, handler: Handler, *, is_recorder: bool) -> None:
+        self.handler, self.is_recorder = handler, is_recorder
+        self.names: dict[int, str] = {}
+        """The qualified names of the model's modules, by their `id`."""
 
     def name_of(self, module: nn.Module | None) -> str | None:
         """Returns the qualified name of a module of the model; None if it has none."""
-
-
-class RunningModule:
-    """A module that runs.
-
-    Attributes:
-        name: its qualified name in the model.
-        calls: the attention calls so far, of the module and of those that it has called.
-        misses: those of the calls that were reported.
-        children: the modules that it has called so far.
-    """
-
-    __slots__ = ("calls", "children", "interception", "misses", "name")
-
-    def __init__(self, interception: Interception, name: str) -> None:
-        self.interception, self.name = interception, name
-        self.calls = self.misses = self.children = 0
+        return None if module is None else self.names.get(id(module))
 
 
 class _Thread(threading.local):
@@ -80,37 +65,44 @@ class _Thread(threading.local):
 _thread: Final = _Thread()
 
 
-@contextmanager
-def enter_module(
-    interception: Interception, name: str, mode: TorchFunctionMode
-) -> Iterator[RunningModule]:
-    """Notes that a module runs, and turns the mode on if it is off."""
-    module = RunningModule(interception, name)
-    is_off = _thread.mode is None and not _thread.is_paused
-    if _thread.modules:
-        _thread.modules[-1].children += 1
-    _thread.modules.append(module)
-    try:
-        if is_off:
-            with _mode_on(mode):
-                yield module
-        else:
-            yield module
-    finally:
-        _thread.modules.pop()
-        if outer := _innermost(interception):
-            outer.calls += module.calls
-            outer.misses += module.misses
+class RunningModule:
+    """A context manager inside which a module runs.
 
+    Attributes:
+        name: its qualified name in the model.
+        calls: the attention calls so far, of the module and of those that it has called.
+        misses: those of the calls that were reported.
+        children: the modules that it has called so far.
 
-@contextmanager
-def _mode_on(mode: TorchFunctionMode) -> Iterator[None]:
-    with mode:
-        _thread.mode = mode
-        try:
-            yield
-        finally:
+    Args:
+        interception: of the model.
+        name: of the module.
+        mode: sees torch's functions; it is turned on if no module has done so.
+    """
+
+    def __init__(self, interception: Interception, name: str, mode: TorchFunctionMode) -> None:
+        self.interception, self.name, self._mode = interception, name, mode
+        self.calls = self.misses = self.children = 0
+        self._turns_on = False
+
+    def __enter__(self) -> Self:
+        if _thread.modules:
+            _thread.modules[-1].children += 1
+        _thread.modules.append(self)
+        self._turns_on = _thread.mode is None and not _thread.is_paused
+        if self._turns_on:
+            self._mode.__enter__()
+            _thread.mode = self._mode
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._turns_on:
             _thread.mode = None
+            self._mode.__exit__(None, None, None)
+        _thread.modules.pop()
+        if outer := _innermost(self.interception):
+            outer.calls += self.calls
+            outer.misses += self.misses
 
 
 @contextmanager

@@ -1,20 +1,26 @@
 """Intercepts the calls of `nn.MultiheadAttention`, also in the fast path of `TransformerEncoder`.
 
-The fast paths compute everything in one operator, so queries, keys and values are projected again,
-by the module's own weights.
+torch computes most of them in one operator, or reads their weights. Then the module runs again on
+the path that calls `scaled_dot_product_attention`, which shows queries, keys and values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from types import FunctionType
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from qkv.models.function_places import without_traces
 from qkv.models.model_call import CallOutput, ModelCall
+from qkv.models.proof import is_projected
 from qkv.models.running_modules import (
     dispatch,
     has_only_recorders,
@@ -27,6 +33,9 @@ from qkv.models.running_modules import (
 
 __all__ = ["wrap"]
 
+_OWN_CODE: Final = "it computes attention in code of its own, not that of nn.MultiheadAttention"
+_TRUTH: Final = "torch's fast path takes the numbers of its mask for truth values"
+_FUNCTION: Final[Any] = F.multi_head_attention_forward
 _Forward = Callable[..., Any]
 
 
@@ -69,20 +78,39 @@ def _wrap_encoder_layer(layer: nn.TransformerEncoderLayer, forward: _Forward) ->
         if running.calls == calls and running.children > children:
             report_miss("it computes attention in code of its own, where torch has a fast path")
         elif running.calls == calls:
-            with torch.no_grad(), without_mode():
-                x, padding = _pad(src, src_key_padding_mask)
-                x = layer.norm1(x) if layer.norm_first else x
-                call = _build_call(layer.self_attn, x, x, x, padding, src_mask, is_self=True)
-                dispatch(call, lambda: CallOutput(_attend(call)), layer.self_attn)
+            with torch.no_grad():
+                _repeat_attention(layer, *_pad(src, src_key_padding_mask), src_mask)
         return output
 
     return encode
 
 
-def _may_be_fast(layer: nn.TransformerEncoderLayer) -> bool:
-    """True if nothing obvious keeps a layer from torch's fast path, which calls no module."""
-    needs_gradients = any(parameter.requires_grad for parameter in layer.parameters())
-    return not layer.training and not (torch.is_grad_enabled() and needs_gradients)
+def _repeat_attention(
+    layer: nn.TransformerEncoderLayer, x: Tensor, padding: Tensor | None, mask: Tensor | None
+) -> None:
+    """Runs the attention of a layer that torch has computed in one operator with all the rest.
+
+    The operator computes attention as that of `nn.MultiheadAttention` does.
+    """
+    masks = []
+    for each in (padding, mask):
+        if each is not None and each.dtype != torch.bool:
+            is_truth = (each == 0) | (each == -torch.inf)
+            if not isinstance(each, FakeTensor) and not bool(is_truth.all()):
+                report_miss(_TRUTH)
+                return
+            each = each != 0
+        masks.append(each)
+    if layer.norm_first:
+        with paused():
+            x = layer.norm1(x)
+    layer.self_attn(x, x, x, key_padding_mask=masks[0], attn_mask=masks[1], need_weights=False)
+
+
+def _may_be_fast(module: nn.Module) -> bool:
+    """True if nothing obvious keeps a module from torch's fast path, which calls no function."""
+    needs_gradients = any(parameter.requires_grad for parameter in module.parameters())
+    return not module.training and not (torch.is_grad_enabled() and needs_gradients)
 
 
 def _pad(src: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -94,44 +122,81 @@ def _pad(src: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return x_BLM, torch.arange(x_BLM.shape[1], device=x_BLM.device) >= lengths_B1
 
 
-def _wrap_multihead(module: nn.MultiheadAttention, forward: _Forward) -> _Forward:
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> Any:
-        def compute() -> Any:
-            return forward(
-                query, key, value, key_padding_mask, need_weights, attn_mask,
-                average_attn_weights, is_causal,
-            )  # fmt: skip
+class _Arguments(NamedTuple):
+    """The arguments of `nn.MultiheadAttention.forward`."""
 
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None = None
+    need_weights: bool = True
+    attn_mask: Tensor | None = None
+    average_attn_weights: bool = True
+    is_causal: bool = False
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def is_bool(self) -> bool:
+        """True if no mask has numbers."""
+        masks = self.key_padding_mask, self.attn_mask
+        return all(mask is None or mask.dtype == torch.bool for mask in masks)
+
+    @property
+    def is_contradictory(self) -> bool:
+        """True if a run without weights hides other keys on torch's fast path than elsewhere.
+
+        There torch reads the mask, elsewhere the hint of causality. Masks of numbers are not there.
+        """
+        mask = self.attn_mask
+        if mask is None or not self.without_weights().is_causal or mask.dtype != torch.bool:
+            return False
+        return not bool((mask == torch.ones_like(mask).triu(1)).all())
+
+    def without_weights(self) -> _Arguments:
+        """Returns those of a run without weights.
+
+        Torch reads no hint of causality where it computes weights, and rejects one without a mask.
+        """
+        is_causal = self.is_causal and not self.need_weights and self.attn_mask is not None
+        return self._replace(need_weights=False, is_causal=is_causal)
+
+
+def _wrap_multihead(module: nn.MultiheadAttention, forward: _Forward) -> _Forward:
+    is_replaced = getattr(forward, "__func__", None) is not nn.MultiheadAttention.forward
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
         if not is_intercepted():
-            return compute()
-        if any(x.is_nested for x in (query, key, value)):
+            return forward(*args, **kwargs)
+        try:
+            given = _Arguments(*args, **kwargs)
+        except TypeError:  # a `forward` of other arguments, or torch's error
+            return forward(*args, **kwargs)
+        if any(x.is_nested for x in given.inputs):
             report_miss("its tensors are nested: pad them")
             with paused(), without_mode():
-                return compute()
-        is_self = _is_self(query, key, value)
-        if has_only_recorders():
-            repeat = _repeat_random_numbers(query) if module.training and module.dropout else None
+                return forward(*args, **kwargs)
+        heads = _Heads(module, given)
+        is_fast = given.query is given.key is given.value and _may_be_fast(module)
+        if has_only_recorders() and (given.need_weights or is_replaced or is_fast):
+            drops = module.training and module.dropout
+            random_state = _random_numbers(given.query).get_rng_state() if drops else None
             with paused(), without_mode():
-                result = compute()
-                with torch.no_grad():
-                    batch = _to_batch_first(module, query, key, value)
-                    call = _build_call(module, *batch, key_padding_mask, attn_mask, is_self=is_self)
-            with torch.no_grad(), repeat or nullcontext():
-                dispatch(call, lambda: _original(call, has_weights=False), module)
+                result = forward(*args, **kwargs)
+            heads.record(forward, result, random_state)
             return result
-        batch = _to_batch_first(module, query, key, value)
-        call = _build_call(module, *batch, key_padding_mask, attn_mask, is_self=is_self)
-        result = dispatch(call, lambda: _original(call, has_weights=need_weights), module)
-        return _project_output(module, query, result, average_attn_weights)
+        with paused(), _HeadsMode(functools.partial(heads.dispatch, given.need_weights)):
+            output, _ = forward(*given.without_weights())
+        if not heads.calls:
+            report_miss(_OWN_CODE)
+            return forward(*args, **kwargs) if given.need_weights else (output, None)
+        weights = heads.outputs[0].weights
+        if weights is not None and given.average_attn_weights:
+            weights = weights.mean(1)
+        return output, weights[0] if weights is not None and given.query.ndim == 2 else weights
 
     return attend
 
@@ -147,104 +212,126 @@ def _is_self(query: Tensor, key: Tensor, value: Tensor) -> bool | None:
     return False if value is key else None
 
 
-def _repeat_random_numbers(x: Tensor) -> AbstractContextManager[None]:
-    """Returns a context that draws the random numbers from now again, and leaves no trace."""
-    generator: Any = torch if x.device.type == "cpu" else torch.get_device_module(x.device)
-    now = generator.get_rng_state()
+class _HeadsMode(TorchFunctionMode):
+    """Replaces what `multi_head_attention_forward` calls to compute the outputs of heads.
 
-    @contextmanager
-    def repeat() -> Iterator[None]:
-        later = generator.get_rng_state()
-        generator.set_rng_state(now)
-        try:
-            yield
-        finally:
-            generator.set_rng_state(later)
+    Args:
+        attend: takes the argument `attn_mask` of `multi_head_attention_forward`, and all of
+            `scaled_dot_product_attention`.
+    """
 
-    return repeat()
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._attend = attend
 
-
-def _to_batch_first(
-    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the inputs of a module as (B, L, M) and (B, S, M)."""
-    if query.ndim == 2:
-        return query[None], key[None], value[None]
-    if module.batch_first:
-        return query, key, value
-    return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-
-
-def _build_call(
-    module: nn.MultiheadAttention,
-    query_BLM: Tensor,
-    key_BSM: Tensor,
-    value_BSM: Tensor,
-    padding: Tensor | None,
-    attn_mask: Tensor | None,
-    *,
-    is_self: bool | None,
-) -> ModelCall:
-    """Projects the inputs of a module as the module does, and returns the call."""
-    if module._qkv_same_embed_dim:
-        weights = module.in_proj_weight.chunk(3)
-    else:
-        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-    biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    inputs = (query_BLM, key_BSM, value_BSM)
-    query, key, value = (
-        F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True)
-    )
-    if module.bias_k is not None and module.bias_v is not None:
-        key = torch.cat([key, module.bias_k.expand(len(key), -1, -1)], 1)
-        value = torch.cat([value, module.bias_v.expand(len(value), -1, -1)], 1)
-    query, key, value = (
-        x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in (query, key, value)
-    )
-    if module.add_zero_attn:
-        key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
-    mask = _merge_masks(module, query, padding, attn_mask, key.shape[2])
-    dropout = module.dropout if module.training else 0.0
-    return ModelCall("", query, key, value, mask, dropout=dropout, is_self=is_self)
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls a function of torch."""
+        kwargs = kwargs or {}
+        if func is _FUNCTION:
+            # modes do not see what it calls, so that a copy of it calls the replacement
+            names = vars(F) | {
+                "scaled_dot_product_attention": functools.partial(
+                    self._attend, kwargs["attn_mask"]
+                ),
+                "has_torch_function": lambda _: False,
+            }
+            func = FunctionType(_FUNCTION.__code__, names, argdefs=_FUNCTION.__defaults__)
+        return func(*args, **kwargs)
 
 
-def _merge_masks(
-    module: nn.MultiheadAttention,
-    query_BHLD: Tensor,
-    padding: Tensor | None,
-    attn_mask: Tensor | None,
-    S: int,
-) -> Tensor | None:
-    """Returns both masks as one of `ModelCall`; keys that the module adds are visible."""
-    masks = []
-    if attn_mask is not None:
-        per_head = attn_mask.ndim == 3
-        masks.append(
-            attn_mask.unflatten(0, (-1, module.num_heads)) if per_head else attn_mask[None, None]
+class _Heads:
+    """The calls of a module's heads.
+
+    Args:
+        module: the module.
+        given: its arguments.
+    """
+
+    def __init__(self, module: nn.MultiheadAttention, given: _Arguments) -> None:
+        self.calls: list[ModelCall] = []
+        self.outputs: list[CallOutput] = []
+        self._module, self._given = module, given
+
+    def record(self, forward: _Forward, result: Any, random_state: Tensor | None) -> None:
+        """Runs the module once more, to record its heads.
+
+        Args:
+            forward: of the module.
+            result: what the module returned.
+            random_state: of the random numbers before, which are drawn again; None: none are.
+        """
+        returned = result[0] if isinstance(result, tuple) else result
+        query = self._given.query
+        # a lack of memory, or a `forward` of other arguments: the model itself must go on
+        traces = nullcontext() if random_state is None else without_traces(query.device)
+        with suppress(Exception), paused(), torch.no_grad(), traces, _HeadsMode(self._keep):
+            if random_state is not None:
+                _random_numbers(query).set_rng_state(random_state)
+            forward(*self._given.without_weights())
+        if not self.calls:
+            report_miss(_OWN_CODE)
+        for call, (output, *_) in zip(self.calls, self.outputs, strict=True):
+            proof = functools.partial(self._is_returned, call, output, returned)
+            run = functools.partial(CallOutput, output, is_returned=proof)
+            dispatch(call, run, self._module)
+
+    def _is_returned(self, call: ModelCall, output: Tensor, result: object) -> bool:
+        """Tells if the module returned what follows from the output of a call."""
+        if self._given.is_contradictory:
+            return False  # in narrow dtypes rounding may hide it
+        return is_projected(self._module, call, output, self._given.inputs, result)
+
+    def dispatch(self, has_weights: bool, mask: Tensor | None, *arguments: Any) -> Tensor:
+        """Sends a call through all interceptions, and returns the output.
+
+        Args:
+            has_weights: the model reads the weights.
+            mask: the argument `attn_mask` of `multi_head_attention_forward`.
+            *arguments: of `scaled_dot_product_attention`.
+        """
+        call = self._read(mask, *arguments)
+        attend = (
+            functools.partial(_weigh, call)
+            if has_weights
+            else (lambda: CallOutput(F.scaled_dot_product_attention(*arguments)))
         )
-    if padding is not None:
-        masks.append((padding[None] if padding.ndim == 1 else padding)[:, None, None, :])
-    if not masks:
-        return None
-    extended = [F.pad(m, (0, S - m.shape[-1])) for m in masks]
-    if all(m.dtype == torch.bool for m in extended):
-        return ~(extended[0] if len(extended) == 1 else extended[0] | extended[1])
-    added = [_as_bias(m, query_BHLD.dtype) for m in extended]
-    return added[0] if len(added) == 1 else added[0] + added[1]
+        self.calls.append(call)
+        self.outputs.append(dispatch(call, attend, self._module))
+        return self.outputs[-1].output
+
+    def _keep(self, mask: Tensor | None, *arguments: Any) -> Tensor:
+        call, output = self._read(mask, *arguments), F.scaled_dot_product_attention(*arguments)
+        self.calls.append(call)
+        self.outputs.append(CallOutput(output))
+        return output
+
+    def _read(
+        self,
+        attn_mask: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        is_causal: bool,
+    ) -> ModelCall:
+        """Returns a call. torch repeats masks for all heads, and makes truth values numbers."""
+        if mask is not None and (attn_mask is None or attn_mask.ndim == 2):
+            mask = mask[:, :1]
+        if mask is not None and self._given.is_bool:
+            mask = mask == 0
+        is_self = _is_self(*self._given.inputs)
+        return ModelCall("", query, key, value, mask, is_causal, dropout=dropout, is_self=is_self)
 
 
-def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a mask of nn.MultiheadAttention, where true is hidden, as numbers to add."""
-    if mask.dtype != torch.bool:
-        return mask
-    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return zeros.masked_fill_(mask, -torch.inf)
-
-
-def _original(call: ModelCall, *, has_weights: bool) -> CallOutput:
-    """Computes the output of a module's heads, and the weights if they are read."""
-    if not has_weights:
-        return CallOutput(_attend(call))
+def _weigh(call: ModelCall) -> CallOutput:
+    """Computes the output of a module's heads, and the weights."""
     scores = call.query @ call.key.mT * call.query.shape[-1] ** -0.5
     if call.mask is not None and call.mask.dtype == torch.bool:
         scores = scores.masked_fill(~call.mask, -torch.inf)
@@ -254,24 +341,6 @@ def _original(call: ModelCall, *, has_weights: bool) -> CallOutput:
     return CallOutput(F.dropout(weights, call.dropout) @ call.value, weights)
 
 
-def _attend(call: ModelCall) -> Tensor:
-    mask = call.mask
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(call.query.dtype)
-    return F.scaled_dot_product_attention(
-        call.query, call.key, call.value, mask, dropout_p=call.dropout
-    )
-
-
-def _project_output(
-    module: nn.MultiheadAttention, query: Tensor, result: CallOutput, average: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the output and the weights of a module, in the shape of its inputs."""
-    merged_BLM = result.output.transpose(1, 2).flatten(2)
-    output = F.linear(merged_BLM, module.out_proj.weight, module.out_proj.bias)
-    weights = result.weights
-    if weights is not None and average:
-        weights = weights.mean(1)
-    if query.ndim == 2:
-        return output[0], None if weights is None else weights[0]
-    return output if module.batch_first else output.transpose(0, 1), weights
+def _random_numbers(x: Tensor) -> Any:
+    """Returns torch's module of the random numbers of a device."""
+    return torch if x.device.type in ("cpu", "meta") else torch.get_device_module(x.device)

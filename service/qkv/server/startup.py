@@ -13,9 +13,9 @@ import click
 from qkv.api.app import load_layers, new_shared_state
 from qkv.api_keys import ValidApiKeys
 from qkv.engine import own_variants
+from qkv.engine.admission import EXCESS
 from qkv.engine.device.selection import find_device
 from qkv.engine.remote.shared_memory import SharedMemory
-from qkv.engine.shared_limit import EXCESS
 from qkv.errors import QkvError
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.server import listener

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import msgspec
 import orjson
 import pybase64
 from simdjson import Array, Object
 
 from qkv.errors import InvalidContent, MalformedRequest, format_value, pointer_to
-from qkv.tensors import DTYPES, RawTensor, nbytes
+from qkv.tensors import DTYPES, RawTensor, are_booleans, nbytes
 from qkv.wire import json_arrays
 from qkv.wire.json_arrays import VALID_SHAPE, NestedLists, format_node, is_shape
 from qkv.wire.json_document import Document, members
@@ -95,14 +94,16 @@ def encode(message: Message, group: str) -> list[bytes | memoryview]:
     """
     document = dict(message.fields)
     write = _write_base64 if message.encoding == "base64" else json_arrays.write
-    if message.tensors or group in document or group == "inputs":
-        document[group] = {n: orjson.Fragment(write(t)) for n, t in message.tensors.items()}
-    if message.check:
-        tensors = {n: orjson.Fragment(write(t)) for n, t in message.check.items()}
-        document["check"] = document.get("check", {}) | tensors
-    if message.layer:
-        tensors = {n: orjson.Fragment(write(t)) for n, t in message.layer.items()}
-        document["layer"] = document.get("layer", {}) | {"tensors": tensors}
+    tensors, layer, check = (
+        {name: orjson.Fragment(write(tensor)) for name, tensor in part.items()}
+        for part in (message.tensors, message.layer, message.check)
+    )
+    if tensors or group in document or group == "inputs":
+        document[group] = tensors
+    if check:
+        document["check"] = document.get("check", {}) | check
+    if layer:
+        document["layer"] = document.get("layer", {}) | {"tensors": layer}
     if message.encoding is not None and group == "inputs":
         document["encoding"] = message.encoding
     return [orjson.dumps(document)]
@@ -149,8 +150,8 @@ def pop_encoding(fields: dict[str, Any]) -> str | None:
 
 
 def dump(document: Any) -> bytes:
-    """Encodes plain JSON, such as a problem document, and responses."""
-    return msgspec.json.encode(document)
+    """Encodes plain JSON, such as a problem document."""
+    return orjson.dumps(document)
 
 
 def _tensors(document: Document, node: Any, *path: str) -> dict[str, NestedLists | RawTensor]:
@@ -216,7 +217,7 @@ def _read_base64(name: str, pointer: str, dtype: Any, shape: Any, data: Any) -> 
             f"{name} has data of the wrong length: got {len(decoded)} bytes, expected {needed}",
             pointer=pointer,
         )
-    if dtype == "bool" and max(decoded, default=0) > 1:
+    if dtype == "bool" and not are_booleans(decoded):
         raise InvalidContent(f"{name} is bool and has bytes other than 0 and 1", pointer=pointer)
     return RawTensor(dtype, tuple(shape), memoryview(decoded))
 

@@ -10,7 +10,6 @@ import re
 from functools import cached_property
 from typing import Any, Final
 
-import numpy as np
 import orjson
 import simdjson
 from simdjson import Array, Object
@@ -65,8 +64,7 @@ class Document:
 
         A list that was not is between numbers, where simdjson would flatten it.
         """
-        brackets = np.frombuffer(self._text, np.uint8) == ord("[")  # faster than bytes.count
-        return int(np.count_nonzero(brackets)) == self.lists
+        return self._text.count(b"[") == self.lists
 
     def to_python(self, node: Any, *path: str | int) -> Any:
         """Returns a value outside tensors as Python objects.

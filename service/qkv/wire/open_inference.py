@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 import orjson
 from simdjson import Array, Object
@@ -26,8 +25,8 @@ from qkv.errors import (
     PayloadTooLarge,
     format_value,
 )
-from qkv.tensors import DTYPES, RawTensor, nbytes
-from qkv.wire import json, json_arrays
+from qkv.tensors import DTYPES, RawTensor, are_booleans, nbytes
+from qkv.wire import json_arrays
 from qkv.wire.casting import cast_untyped
 from qkv.wire.json_arrays import VALID_SHAPE, NestedLists, format_node, is_shape
 from qkv.wire.json_document import MAX_SUBSTITUTED_BYTES, Document, members
@@ -147,11 +146,8 @@ def decode(body: bytes | memoryview, group: str, length: int | None = None) -> M
     for tensor in unread:
         if tensor.name in tensors:
             raise InvalidContent(f"{tensor.name!r:.60} is repeated", pointer=tensor.pointer)
-        if tensor.nested_lists is None:
-            tensors[tensor.name] = tensor.view(data[end:])
-            end += tensor.size
-        else:
-            tensors[tensor.name] = tensor.read(tensor.nested_lists)
+        tensors[tensor.name] = tensor.read(data[end:])
+        end += tensor.size
     if end != len(data):
         raise MalformedRequest(f"{len(data) - end} bytes after the JSON belong to no tensor")
     return Message(fields, tensors)
@@ -186,20 +182,20 @@ def encode(
         The chunks, and the length of the JSON for the header; None if there is only JSON.
     """
     entries, chunks = encode_tensors(message.tensors, binary)
-    text = json.dump(message.fields | {group: entries})
+    text = orjson.dumps(message.fields | {group: entries})
     return [text, *chunks], len(text) if chunks else None
 
 
 def encode_tensors(
     tensors: Mapping[str, RawTensor], binary: Collection[str]
-) -> tuple[list[Any], list[memoryview]]:
+) -> tuple[list[orjson.Fragment], list[memoryview]]:
     """Returns the entries of tensors in JSON, and the buffers of those that are binary.
 
     Args:
         tensors: by name.
         binary: the names of tensors whose bytes follow the JSON. The others become flat lists.
     """
-    entries: list[Any] = []  # `InferTensor`, or one as JSON
+    entries: list[orjson.Fragment] = []
     chunks = []
     for name, tensor in tensors.items():
         datatype = DATATYPES[tensor.dtype]
@@ -209,16 +205,18 @@ def encode_tensors(
         else:
             count = tensor.nbytes // DTYPES[tensor.dtype].itemsize
             flat = RawTensor(tensor.dtype, (count,), tensor.data)
-            data = msgspec.Raw(json_arrays.write(flat))
-            entries.append(InferTensor(name, datatype, tensor.shape, data=data))
+            entry = InferTensor(name=name, datatype=datatype, shape=tensor.shape).to_json()
+            data = json_arrays.write(flat)
+            entries.append(orjson.Fragment(b'%b,"data":%b}' % (entry[:-1], data)))
     return entries, chunks
 
 
 @lru_cache(_MAX_KNOWN)
-def _binary_entry(name: str, datatype: str, shape: tuple[int, ...], size: int) -> msgspec.Raw:
+def _binary_entry(name: str, datatype: str, shape: tuple[int, ...], size: int) -> orjson.Fragment:
     """Returns the entry of a binary tensor as JSON, which is the same for many responses."""
-    entry = InferTensor(name, datatype, shape, parameters=BinarySize(size))
-    return msgspec.Raw(json.dump(entry))
+    parameters = BinarySize(binary_data_size=size)
+    entry = InferTensor(name=name, datatype=datatype, shape=shape, parameters=parameters)
+    return orjson.Fragment(entry.to_json())
 
 
 class _Tensor:
@@ -226,8 +224,7 @@ class _Tensor:
 
     Attributes:
         label: its name, shortened for error messages.
-        nested_lists: its numbers; None if its bytes follow the JSON.
-        size: the number of its bytes after the JSON.
+        size: the number of its bytes after the JSON; 0 if its numbers are in the JSON.
     """
 
     def __init__(self, document: Document, node: Any, group: str, index: int) -> None:
@@ -244,12 +241,15 @@ class _Tensor:
         self.label = f"{self.name:.60}"
         self.dtype, self.shape = self._form(plain)
         self.size = self._binary_size(plain.get("parameters"), data is not None)
-        self.nested_lists = None
+        self._numbers = None
         if data is not None:
-            self.nested_lists = NestedLists(document, data, self.label, group, index, "data")
+            self._numbers = NestedLists(document, data, self.label, group, index, "data")
 
-    def view(self, data: memoryview) -> RawTensor:
-        """Returns the tensor, a view of the first bytes of `data`."""
+    def read(self, data: memoryview) -> RawTensor:
+        """Returns the tensor: its numbers, or a view of the first bytes of `data`."""
+        return self._view(data) if self._numbers is None else self._read(self._numbers)
+
+    def _view(self, data: memoryview) -> RawTensor:
         if len(data) < self.size:
             raise MalformedRequest(
                 f"{self.label} has too few bytes after the JSON: got {len(data)}, expected "
@@ -257,12 +257,12 @@ class _Tensor:
                 pointer=self.pointer,
             )
         part = data[: self.size]
-        if self.dtype == "bool" and self.size and np.frombuffer(part, np.uint8).max() > 1:
+        if self.dtype == "bool" and not are_booleans(part):
             raise self._wrong("is BOOL and has bytes other than 0 and 1")
         return RawTensor(self.dtype, self.shape, part)
 
-    def read(self, numbers: NestedLists) -> RawTensor:
-        """Returns the tensor of these numbers, which are nested as in its shape, or flat."""
+    def _read(self, numbers: NestedLists) -> RawTensor:
+        """Returns the tensor of numbers that are nested as in its shape, or flat."""
         count = nbytes(self.dtype, self.shape) // DTYPES[self.dtype].itemsize
         # lists have no sizes within an empty axis
         nested = self.shape[: self.shape.index(0) + 1] if 0 in self.shape else self.shape

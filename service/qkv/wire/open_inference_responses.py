@@ -1,23 +1,17 @@
-"""The responses below `/v2`, as structs: the Open Inference Protocol and Triton's extensions.
-
-The service builds them, and the OpenAPI document takes its schemas from them.
-"""
+"""The responses below `/v2`: the Open Inference Protocol and Triton's extensions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import (
-    Annotated,
-    Any,
-    Final,
-    Literal,
-    TypeAlias,
-)
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from msgspec import Meta
+from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
 from qkv.tensors import DTYPES
-from qkv.wire.response import Count, PositiveCount, Response, doc
+from qkv.wire.response import Count, PositiveCount, Response, doc, omitted
+from qkv.wire.responses import NOTES, Timing
+from qkv.wire.tensor_types import InferData, enumeration
 
 __all__ = [
     "DATATYPES",
@@ -25,6 +19,7 @@ __all__ = [
     "BatchStatistics",
     "BinarySize",
     "Datatype",
+    "InferParameters",
     "InferResponse",
     "InferTensor",
     "InferenceStatistics",
@@ -67,21 +62,21 @@ DATATYPES: Final = {
 """The Open Inference Protocol's name of each dtype."""
 assert DATATYPES.keys() == DTYPES.keys()
 
-Datatype: TypeAlias = Annotated[str, Meta(extra_json_schema={"enum": list(DATATYPES.values())})]
+Datatype: Any = enumeration("Datatype", *DATATYPES.values())
 Axes: TypeAlias = Annotated[Sequence[str], doc("One letter per axis.")]
 Sizes: TypeAlias = Annotated[
-    Sequence[Annotated[int, Meta(extra_json_schema={"anyOf": [{"const": -1}, {"minimum": 1}]})]],
+    Sequence[Annotated[int, Field(json_schema_extra={"anyOf": [{"const": -1}, {"minimum": 1}]})]],
     doc("The size of each axis; -1: any size."),
 ]
 
 
-class ModelError(Response, frozen=True):
+class ModelError(Response):
     """The response of an error below `/v2`."""
 
     error: str
 
 
-class ServerMetadata(Response, frozen=True):
+class ServerMetadata(Response):
     """The response of `GET /v2`."""
 
     name: Literal["qkv"]
@@ -89,33 +84,33 @@ class ServerMetadata(Response, frozen=True):
     extensions: Sequence[str]
 
 
-class ServerLive(Response, frozen=True):
+class ServerLive(Response):
     """The response of `GET /v2/health/live`."""
 
     live: bool
 
 
-class ServerReady(Response, frozen=True):
+class ServerReady(Response):
     """The response of `GET /v2/health/ready`: `ready` for the specification, `live` for KServe."""
 
     live: bool
     ready: bool
 
 
-class ModelList(Response, frozen=True):
+class ModelList(Response):
     """The response of `GET /v2/models`."""
 
     models: Annotated[Sequence[str], doc("The loaded models.")]
 
 
-class ModelReady(Response, frozen=True):
+class ModelReady(Response):
     """The response for a loaded model."""
 
     name: str
     ready: Literal[True]
 
 
-class ModelNotReady(Response, frozen=True):
+class ModelNotReady(Response):
     """The response for an unloaded model."""
 
     error: str
@@ -123,7 +118,7 @@ class ModelNotReady(Response, frozen=True):
     ready: Literal[False]
 
 
-class InputParameters(Response, frozen=True):
+class InputParameters(Response):
     """Parameters of an input."""
 
     datatypes: Annotated[Sequence[Datatype], doc("Every datatype that it may have.")]
@@ -131,7 +126,7 @@ class InputParameters(Response, frozen=True):
     optional: bool
 
 
-class InputMetadata(Response, frozen=True):
+class InputMetadata(Response):
     """An input of a model."""
 
     name: str
@@ -140,14 +135,14 @@ class InputMetadata(Response, frozen=True):
     parameters: InputParameters
 
 
-class OutputParameters(Response, frozen=True):
+class OutputParameters(Response):
     """Parameters of an output."""
 
     axes: Axes
     on_request: Annotated[bool, doc("True if it is returned only if the request names it.")]
 
 
-class OutputMetadata(Response, frozen=True):
+class OutputMetadata(Response):
     """An output of a model."""
 
     name: str
@@ -156,7 +151,7 @@ class OutputMetadata(Response, frozen=True):
     parameters: OutputParameters
 
 
-class ModelMetadata(Response, frozen=True):
+class ModelMetadata(Response):
     """The response of `GET /v2/models/{model}`."""
 
     name: str
@@ -166,13 +161,13 @@ class ModelMetadata(Response, frozen=True):
     outputs: tuple[OutputMetadata, ...]
 
 
-class VersionPolicy(Response, frozen=True):
+class VersionPolicy(Response):
     """Triton's ModelVersionPolicy: the latest version is served."""
 
     latest: Mapping[str, Count]
 
 
-class InputConfig(Response, frozen=True):
+class InputConfig(Response):
     """Triton's ModelInput."""
 
     name: str
@@ -181,7 +176,7 @@ class InputConfig(Response, frozen=True):
     optional: bool
 
 
-class OutputConfig(Response, frozen=True):
+class OutputConfig(Response):
     """Triton's ModelOutput."""
 
     name: str
@@ -189,7 +184,7 @@ class OutputConfig(Response, frozen=True):
     dims: Sizes
 
 
-class ModelInstances(Response, frozen=True):
+class ModelInstances(Response):
     """Triton's ModelInstanceGroup."""
 
     name: str
@@ -197,19 +192,19 @@ class ModelInstances(Response, frozen=True):
     count: PositiveCount
 
 
-class StringValue(Response, frozen=True):
+class StringValue(Response):
     """Triton's ModelParameter."""
 
     string_value: Annotated[str, doc("The JSON schema of the parameter.")]
 
 
-class TransactionPolicy(Response, frozen=True):
+class TransactionPolicy(Response):
     """Triton's ModelTransactionPolicy."""
 
     decoupled: Literal[False]
 
 
-class ModelConfig(Response, frozen=True):
+class ModelConfig(Response):
     """The response of `GET /v2/models/{model}/config`: ModelConfig of Triton's model_config.proto.
 
     max_batch_size is 0: B is an axis like any other, and batches form of requests, not of their
@@ -228,14 +223,14 @@ class ModelConfig(Response, frozen=True):
     model_transaction_policy: TransactionPolicy
 
 
-class Stage(Response, frozen=True):
+class Stage(Response):
     """Number of runs of a stage, and their time."""
 
     count: Count
     ns: Annotated[Count, doc("Nanoseconds in total.")]
 
 
-class InferenceStatistics(Response, frozen=True):
+class InferenceStatistics(Response):
     """Stages of all requests of a model."""
 
     success: Stage
@@ -246,7 +241,7 @@ class InferenceStatistics(Response, frozen=True):
     compute_output: Stage
 
 
-class BatchStatistics(Response, frozen=True):
+class BatchStatistics(Response):
     """Stages of all batches of one size."""
 
     batch_size: PositiveCount
@@ -255,7 +250,7 @@ class BatchStatistics(Response, frozen=True):
     compute_output: Stage
 
 
-class ModelStatistics(Response, frozen=True):
+class ModelStatistics(Response):
     """Statistics of a model, summed over all workers."""
 
     name: str
@@ -267,13 +262,13 @@ class ModelStatistics(Response, frozen=True):
     batch_stats: tuple[BatchStatistics, ...]
 
 
-class StatisticsResponse(Response, frozen=True):
+class StatisticsResponse(Response):
     """The response of `GET /v2/models/stats` and `GET /v2/models/{model}/stats`."""
 
     model_stats: tuple[ModelStatistics, ...]
 
 
-class RepositoryModel(Response, frozen=True):
+class RepositoryModel(Response):
     """An entry in the response of `POST /v2/repository/index`."""
 
     name: str
@@ -282,27 +277,27 @@ class RepositoryModel(Response, frozen=True):
     reason: Annotated[str, doc("Empty if the model is ready.")]
 
 
-class Loaded(Response, frozen=True):
+class Loaded(Response):
     """The response of `POST /v2/repository/models/{model}/load`."""
 
     name: str
     load: Literal[True]
 
 
-class Unloaded(Response, frozen=True):
+class Unloaded(Response):
     """The response of `POST /v2/repository/models/{model}/unload`."""
 
     name: str
     unload: Literal[True]
 
 
-class BinarySize(Response, frozen=True):
+class BinarySize(Response):
     """Parameters of a tensor whose bytes follow the JSON."""
 
     binary_data_size: Annotated[Count, doc("Bytes of the tensor.")]
 
 
-class InferTensor(Response, frozen=True):
+class InferTensor(Response):
     """A tensor: its numbers in `data`, or the number of its bytes in `parameters`.
 
     The bytes follow the JSON, in the order of the list.
@@ -310,16 +305,22 @@ class InferTensor(Response, frozen=True):
 
     name: str
     datatype: Datatype
-    shape: Annotated[Sequence[Count], Meta(max_length=8)]
-    parameters: BinarySize | None = None
-    data: Annotated[Any, doc("Flat, or nested as in the shape.")] = None
+    shape: Annotated[Sequence[Count], Field(max_length=8)]
+    parameters: BinarySize | SkipJsonSchema[None] = omitted()
+    data: InferData | SkipJsonSchema[None] = omitted()
 
 
-class InferResponse(Response, frozen=True, kw_only=True):
+class InferParameters(Timing):
+    """The timing of a run, and notes."""
+
+    notes: str | SkipJsonSchema[None] = omitted(f"{NOTES}, separated by semicolons.")
+
+
+class InferResponse(Response):
     """The response of `POST /v2/models/{model}/infer`."""
 
     model_name: str
     model_version: Literal["1"]
-    id: Annotated[str | None, doc("The id of the request, if it has one.")] = None
-    parameters: Annotated[Mapping[str, Any], doc("The timing.")]
+    id: str | SkipJsonSchema[None] = omitted("The id of the request, if it has one.")
+    parameters: InferParameters
     outputs: Sequence[InferTensor]

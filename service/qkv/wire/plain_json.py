@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NoReturn
 
 __all__ = ["RepeatedName", "load_names"]
@@ -33,16 +34,18 @@ def load_names(text: bytes, parse_int: Callable[[str], float] | None = None) -> 
         ValueError: the text is not JSON, or nested too deeply.
     """
     try:
-        return json.loads(
-            str(text, "utf-8"),
-            object_pairs_hook=_unique_names,
-            parse_constant=_refuse_constant,
-            parse_int=parse_int,
-        )
+        return _decoder(parse_int).decode(str(text, "utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeError:
         raise ValueError("it is not UTF-8") from None
+
+
+@cache
+def _decoder(parse_int: Callable[[str], float] | None) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        object_pairs_hook=_unique_names, parse_constant=_refuse_constant, parse_int=parse_int
+    )
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import numpy as np
 import orjson
 
 from qkv.errors import InvalidContent, MalformedRequest, pointer_to
-from qkv.tensors import RawTensor
+from qkv.tensors import RawTensor, are_booleans
 from qkv.wire.json import decode_fields, pop_encoding
 from qkv.wire.message import Message
 from qkv.wire.safetensors_header import LENGTH_BYTES, Entry, header_length, read_header
@@ -153,7 +152,7 @@ def _tensor(name: str, entry: Entry, data: memoryview, group: str) -> RawTensor:
             pointer=_pointer(name, group),
         )
     buffer = data[first:last]
-    if code == "BOOL" and last > first and np.frombuffer(buffer, np.uint8).max() > 1:
+    if code == "BOOL" and not are_booleans(buffer):
         raise InvalidContent(
             f"{name!r:.60} is BOOL and has bytes other than 0 and 1", pointer=_pointer(name, group)
         )

@@ -115,8 +115,9 @@ def read_header(
 def _parse(text: bytes) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise MalformedRequest("the header must be a JSON object that begins with {")
+    parse_int = _index if b"-0" in text else None  # Python reads -0, which is no index, as 0
     try:
-        header: dict[str, Any] = load_names(text, parse_int=_index)
+        header: dict[str, Any] = load_names(text, parse_int)
     except ValueError as error:
         raise MalformedRequest(f"the header is not JSON: {error}") from None
     if (length := max(map(len, header), default=0)) > _MAX_NAME_LENGTH:

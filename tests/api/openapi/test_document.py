@@ -10,11 +10,9 @@ import httpx
 import numpy as np
 import openapi_spec_validator
 import pytest
-from fastapi import APIRouter
 
-from qkv.api.endpoints.open_inference_infer import InferHandler
-from qkv.api.endpoints.run import RunHandler
 from qkv.api.openapi.operation import PROBLEMS
+from qkv.api.routes import DirectRouting
 from qkv.attention import catalogue
 from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
@@ -281,18 +279,14 @@ def test_service_unavailable_matches_the_document(
     document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every operation is 503 that the end of the drain cancels; probes have a form of their own."""
-    probes, serve = ("/readyz", "/v2/health/ready"), APIRouter.__call__
+    probes, serve = ("/readyz", "/v2/health/ready"), DirectRouting.__call__
 
-    async def cancel(*_: Any, **__: Any) -> Any:
-        raise asyncio.CancelledError
+    async def serve_or_cancel(self: DirectRouting, scope: Any, *channels: Any) -> None:
+        if scope["type"] == "http" and scope["path"] not in probes:
+            raise asyncio.CancelledError
+        await serve(self, scope, *channels)
 
-    async def serve_or_cancel(self: APIRouter, scope: Any, *channels: Any) -> None:
-        is_served = scope["type"] == "lifespan" or scope["path"] in probes
-        await (serve if is_served else cancel)(self, scope, *channels)
-
-    monkeypatch.setattr(APIRouter, "__call__", serve_or_cancel)
-    for handler in (RunHandler, InferHandler):  # called without middleware
-        monkeypatch.setattr(handler, "handle", cancel)
+    monkeypatch.setattr(DirectRouting, "__call__", serve_or_cancel)
     with running_server() as stopping:
         stopping.runtime.worker.shared_state.drain()
         shown = next(e for e in PROBLEMS if e.status == 503).problem()

@@ -80,7 +80,9 @@ def test_gates_omit_the_axes_that_the_query_omits(rank: int, channels: tuple[int
     truth = gated.reference(gated.Call(*full.values(), rule="gated_delta"))
     for name in ("output", "weights"):
         expected = getattr(truth, name).numpy()
-        np.testing.assert_allclose(found[name], expected.reshape(found[name].shape), atol=1e-13)
+        np.testing.assert_allclose(
+            found[name], expected.reshape(found[name].shape), rtol=0, atol=1e-13
+        )
 
 
 @pytest.mark.parametrize(
@@ -115,21 +117,21 @@ def test_forms_of_the_weights_are_those_of_the_whole_matrix(
     with small_blocks(600):
         found = attend(inputs, parameters=parameters, weights=form)
     if form == "stats":
-        np.testing.assert_allclose(found["received"], whole.sum(-2), atol=1e-12)
+        np.testing.assert_allclose(found["received"], whole.sum(-2), rtol=0, atol=1e-12)
         largest = largest_weights(whole, 1)[..., 0]
         assert (largest < 0).any()
-        np.testing.assert_allclose(found["largest"], largest, atol=1e-12)
+        np.testing.assert_allclose(found["largest"], largest, rtol=0, atol=1e-12)
         index = found["largest_index"][..., None]
         np.testing.assert_allclose(
             np.take_along_axis(whole, index, -1)[..., 0], largest, atol=1e-12
         )
     elif "rows" in form:
-        np.testing.assert_allclose(found["weights"], whole[:, :, form["rows"]], atol=1e-12)
+        np.testing.assert_allclose(found["weights"], whole[:, :, form["rows"]], rtol=0, atol=1e-12)
     elif "top_k" in form:
-        np.testing.assert_allclose(found["weights"], largest_weights(whole, 2), atol=1e-12)
+        np.testing.assert_allclose(found["weights"], largest_weights(whole, 2), rtol=0, atol=1e-12)
         assert ((found["indices"] < 0) == (found["weights"] == 0)).all()
     else:
         bins = np.arange(71) * 5 // 71
         member = (bins[:, None] == np.arange(5)).astype(float)
         expected = (member.T @ whole @ member) / member.sum(0)[:, None]
-        np.testing.assert_allclose(found["weights"], expected, atol=1e-12)
+        np.testing.assert_allclose(found["weights"], expected, rtol=0, atol=1e-12)

@@ -13,8 +13,8 @@ from qkv.engine.remote.messages import (
     unpack_id,
     unpack_results,
 )
-from qkv.engine.result import Result
-from qkv.engine.tenant import ANYONE, Tenant
+from qkv.jobs.result import Result
+from qkv.jobs.tenant import ANYONE, Tenant
 from qkv.telemetry.times import Times
 
 

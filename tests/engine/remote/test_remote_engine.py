@@ -15,19 +15,20 @@ from qkv.engine.engine import Engine
 from qkv.engine.executor import launch
 from qkv.engine.remote.channel import Channel
 from qkv.engine.remote.messages import MessageType
-from qkv.engine.result import Result
 from qkv.errors import DeadlineExceeded, Internal, InvalidContent, QkvError, ServiceUnavailable
+from qkv.jobs import plan_codec
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.jobs.measure.row_metrics import ROW_METRICS
 from qkv.jobs.measure.row_stats import ROW_STATS
 from qkv.jobs.plan import Plan
+from qkv.jobs.result import Result
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support import engines
 from support.any_device import any_device as any_device
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
-from support.engines import bits, hold, hold_device_thread
+from support.engines import bits
 from support.remote_service import (
     LIMITS,
     Service,
@@ -68,7 +69,7 @@ def test_notes_on_the_numbers_of_a_job_arrive() -> None:
         return Job.new(Plan, "gated", Message({"parameters": {"rule": "delta"}}, raw), LIMITS)
 
     async def test(fixture: Service) -> None:
-        with hold(fixture.engine):
+        with fixture.engine.paused():
             futures = [fixture.remotes[0].submit(new_job(size)) for size in (0.5, 3.0, 0.5)]
             await until(lambda: queued_count(fixture.engine) == 3)
         results = await asyncio.gather(*futures)
@@ -118,7 +119,7 @@ def test_jobs_of_several_workers_are_one_batch() -> None:
     async def test(fixture: Service) -> None:
         jobs = [plain(seed) for seed in range(9)]
         alone = [await fixture.engine.submit(job) for job in jobs]
-        with hold(fixture.engine):
+        with fixture.engine.paused():
             futures = [fixture.remotes[i % 3].submit(job) for i, job in enumerate(jobs)]
             await until(lambda: queued_count(fixture.engine) == 9)
         for one, other in zip(alone, await asyncio.gather(*futures), strict=True):
@@ -131,7 +132,7 @@ def test_jobs_of_several_workers_are_one_batch() -> None:
 def test_priorities_and_deadlines_hold() -> None:
     async def test(fixture: Service) -> None:
         ended: list[int] = []
-        with hold(fixture.engine):
+        with fixture.engine.paused():
             for priority in (3, 2, 1):
                 future = fixture.remotes[0].submit(plain(0, priority), priority=priority)
                 future.add_done_callback(lambda _, p=priority: ended.append(p))  # type: ignore[misc]
@@ -157,7 +158,7 @@ def test_any_priority_is_accepted(priority: int) -> None:
 
 def test_deadline_counts_from_submission_in_the_worker() -> None:
     async def test(fixture: Service) -> None:
-        with hold(fixture.engine):
+        with fixture.engine.paused():
             future = fixture.remotes[0].submit(plain(0), wait_s=30.0)
             await until(lambda: queued_count(fixture.engine) == 1)
             await asyncio.sleep(0.05)
@@ -169,7 +170,7 @@ def test_deadline_counts_from_submission_in_the_worker() -> None:
 
 def test_cancelled_jobs_leave_the_queue() -> None:
     async def test(fixture: Service) -> None:
-        with hold(fixture.engine):
+        with fixture.engine.paused():
             futures = [fixture.remotes[i % 2].submit(plain(i)) for i in range(4)]
             await until(lambda: queued_count(fixture.engine) == 4)
             for future in futures[:3]:
@@ -239,13 +240,14 @@ def test_restarted_worker_waits_for_running_jobs_of_the_previous_one() -> None:
 @pytest.mark.slow
 def test_full_region_raises_503_until_blocks_are_released() -> None:
     async def test(fixture: Service) -> None:
-        job = plain(0, 4096)
         futures: list[Any] = []
-        with hold(fixture.engine):
-            futures += [fixture.remotes[0].submit(job) for _ in range(9)]  # of 1 MiB, in and out
+        with fixture.engine.paused():
+            futures += [
+                fixture.remotes[0].submit(plain(0, 4096)) for _ in range(9)
+            ]  # of 1 MiB, in and out
             with pytest.raises(ServiceUnavailable, match="memory"):
-                fixture.remotes[0].submit(job)
-            futures.append(fixture.remotes[1].submit(job))  # worker 1 has another region
+                fixture.remotes[0].submit(plain(0, 4096))
+            futures.append(fixture.remotes[1].submit(plain(0, 4096)))  # worker 1 has another region
             assert not futures[-1].done()
         responses = await asyncio.gather(*futures)
         assert len({str(bits(response)) for response in responses}) == 1
@@ -274,7 +276,7 @@ def test_a_thousand_jobs_leave_no_block_allocated() -> None:
             del responses, futures, future
         for remote in fixture.remotes:
             await fixture.wait_until_free(remote)
-            assert not remote.links[0].jobs
+            assert not remote.links[0].transfers
 
     run(test)
 
@@ -321,7 +323,7 @@ def test_device_process_records_statistics() -> None:
 def test_pending_jobs_fail_when_the_device_process_ends() -> None:
     async def test(fixture: Service) -> None:
         remote = fixture.remotes[0]
-        with hold(fixture.engine):
+        with fixture.engine.paused():
             small, large = remote.submit(plain(0)), remote.submit(plain(0, 20000))
             await until(lambda: queued_count(fixture.engine) == 2)
             end_connection(remote)
@@ -372,7 +374,7 @@ def test_jobs_of_one_turn_are_one_frame_each_way(monkeypatch: pytest.MonkeyPatch
     async def test(fixture: Service) -> None:
         monkeypatch.setattr(Channel, "send", record)
         jobs = [plain(seed) for seed in range(9)]
-        with hold(fixture.engine):
+        with fixture.engine.paused():
             futures = [fixture.remotes[0].submit(job) for job in jobs]
             await until(lambda: queued_count(fixture.engine) == 9)
         for job, response in zip(jobs, await asyncio.gather(*futures), strict=True):
@@ -409,7 +411,7 @@ def test_job_whose_plan_cannot_be_read_fails_alone(caplog: pytest.LogCaptureFixt
         remote = fixture.remotes[0]
         await remote.submit(plain(0))
         broken = plain(0)
-        broken.plan.__dict__["encoded"] = b"no plan"
+        broken.plan._derived[plan_codec.encode] = b"no plan"
         lost = remote.submit(broken)
         right = remote.submit(plain(0))
         with pytest.raises(Internal):
@@ -423,7 +425,7 @@ def test_small_jobs_run_at_once_on_a_cpu_without_batches() -> None:
     async def test(fixture: Service) -> None:
         job = plain(0)
         expected = bits(await fixture.engine.submit(job))
-        with hold_device_thread(fixture.engine):
+        with fixture.engine.paused(small_jobs=False):
             response = await fixture.remotes[0].submit(job)
             assert bits(response) == expected
             assert response.times.queue_s > 0

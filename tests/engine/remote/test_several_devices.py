@@ -15,10 +15,10 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device_errors import EngineStopped
 from qkv.engine.engine import Engine
 from qkv.engine.executor import launch
-from qkv.engine.result import Result
 from qkv.errors import DeadlineExceeded, ServiceUnavailable
 from qkv.jobs.job import Job
-from support.engines import bits, hold
+from qkv.jobs.result import Result
+from support.engines import bits
 from support.remote_service import (
     Service,
     end_connection,
@@ -36,7 +36,7 @@ def counts(fixture: Service) -> list[int]:
 
 def hold_all(fixture: Service, stack: ExitStack) -> None:
     for engine in fixture.engines:
-        stack.enter_context(hold(engine))
+        stack.enter_context(engine.paused())
 
 
 def fail_for_ever(engine: Engine) -> None:
@@ -109,14 +109,14 @@ def test_jobs_of_an_ended_device_process_run_on_another(length: int) -> None:
     async def test(fixture: Service) -> None:
         remote = fixture.remotes[0]
         jobs = [plain(seed, length if seed < 2 else 4) for seed in range(8)]
-        with hold(fixture.engines[0]), hold(fixture.engines[1]):
+        with fixture.engines[0].paused(), fixture.engines[1].paused():
             futures = [remote.submit(job, priority=1) for job in jobs]
             if length == 4:  # else some are not sent yet
                 await until(lambda: sum(counts(fixture)) == 8)
-            assert all(len(link.jobs) for link in remote.links)
+            assert all(len(link.transfers) for link in remote.links)
             end_connection(remote, 0)
             await until(lambda: counts(fixture)[1] == 8)
-            assert not remote.links[0].jobs
+            assert not remote.links[0].transfers
         results = await asyncio.gather(*futures)
         for job, result in zip(jobs, results, strict=True):
             assert bits(result) == bits(await fixture.engine.submit(job))
@@ -229,7 +229,7 @@ def test_memory_of_a_cancelled_second_attempt_is_free_again() -> None:
             await until(lambda: counts(fixture)[1] == 0)
         del futures, future
         await fixture.wait_until_free(remote)
-        assert not any(link.jobs for link in remote.links)
+        assert not any(link.transfers for link in remote.links)
         assert fixture.shared_state.queued_work.totals() == [0.0, 0.0]
 
     run(test, 1, devices=2)
@@ -292,12 +292,11 @@ def test_no_job_is_lost_or_wrong_while_device_processes_end() -> None:
     async def test(fixture: Service) -> None:
         draw = np.random.default_rng(0)
         sizes = (1, 7, 64, 500, 6000)
-        jobs = {n: plain(n, n) for n in sizes}
-        expected = {n: bits(await fixture.engine.submit(jobs[n])) for n in sizes}
+        expected = {n: bits(await fixture.engine.submit(plain(n, n))) for n in sizes}
         seen = Counter[str]()
 
         async def check(remote: Any, n: int) -> None:
-            result: Result = await remote.submit(jobs[n])
+            result: Result = await remote.submit(plain(n, n))
             seen["right" if bits(result) == expected[n] else "wrong"] += 1
 
         for turn in range(30):
@@ -328,7 +327,7 @@ def test_cost_of_a_job_has_flops_bytes_and_a_constant() -> None:
         work = list[float]()
 
         async def measure(job: Job) -> None:
-            with hold(fixture.engine):
+            with fixture.engine.paused():
                 future = remote.submit(job)
                 work.extend(fixture.shared_state.queued_work.totals())
             await future

@@ -15,7 +15,6 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
 from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.job import Job
-from qkv.jobs.measure.probe_plans import PeakMemoryPlan, TimingPlan
 from qkv.jobs.measure.sweep_request import (
     Crossover,
     SweepFields,
@@ -221,12 +220,7 @@ def test_each_repeat_is_a_job_of_lowest_priority(
     server: Server, submitted_jobs: list[tuple[Job, int]]
 ) -> None:
     run_sweep(server, variants=["linear"], lengths=[8, 16], repeats=3)
-    assert [type(job.plan) for job, _ in submitted_jobs] == [
-        PeakMemoryPlan,
-        TimingPlan,
-        TimingPlan,
-        TimingPlan,
-    ] * 2
+    assert [job.plan.task for job, _ in submitted_jobs] == ["peak", "time", "time", "time"] * 2
     assert {priority for _, priority in submitted_jobs} == {3}
 
 

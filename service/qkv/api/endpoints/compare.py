@@ -1,40 +1,27 @@
 """POST /v1/compare: compares variants on the same inputs."""
 
-from __future__ import annotations
-
 import asyncio
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request, Response
+from pydantic import ConfigDict, Field, create_model
 
-from qkv.api.endpoints.run_schemas import LAYER, input_schemas, parameters
+from qkv.api.bodies import BodyFormat, Deadline, Received, body_route
 from qkv.api.job_runner import JobRunner, cancel_on_disconnect
-from qkv.api.observability import record_times
-from qkv.api.openapi.operation import (
-    SERVER_TIMING,
-    TIMEOUT,
-    describe,
-    in_both_formats,
-    in_json,
-    problem_responses,
+from qkv.api.models import (
+    DocumentedLayer,
+    Fields,
+    choice_of,
+    documented,
+    input_fields,
+    optional,
 )
-from qkv.api.openapi.response_schemas import response_schema
-from qkv.api.openapi.schemas import (
-    ENCODING,
-    TENSOR,
-    Schema,
-    closed,
-    either,
-    enumeration,
-    model_fields,
-    named,
-    nullable,
-    pascal,
-)
-from qkv.api.request_body import TensorResponse, in_thread_if_large, read_message
+from qkv.api.openapi.operation import SERVER_TIMING, in_safetensors, problem_responses
+from qkv.api.request_body import TensorResponse, in_thread_if_large
+from qkv.api.request_record import record_times
 from qkv.api.run_timing import server_timing
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
@@ -42,19 +29,25 @@ from qkv.errors import NotAcceptable, NotFound, QkvError
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_report import CompareReport, TimedOutputs, compare
 from qkv.jobs.measure.compare_request import CompareFields, CompareRequest
+from qkv.jobs.measure.variant_choice import MAX_VARIANTS
 from qkv.settings import Settings
 from qkv.telemetry.times import Times
-from qkv.wire import json, require_acceptable
+from qkv.wire import json
 from qkv.wire.responses import CompareResponse, CompareTiming
+from qkv.wire.tensor_types import Encoding, Tensor
 
-__all__ = ["CHOICE", "choice_of", "router", "specific_errors"]
+__all__ = ["CHOICE", "router", "specific_errors"]
 
+_INPUTS: Final = ConfigDict(extra="forbid", json_schema_extra={"minProperties": 1})
 CHOICE: Final = "a variant's name, or an object of `variant` and `parameters`"
 
 
 def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
     """Returns the route."""
-    routes = APIRouter(tags=["attention"])
+    body_format = BodyFormat(settings.max_body_bytes, "inputs", (json.MEDIA_TYPE,))
+    routes = APIRouter(tags=["attention"], route_class=body_route(job_runner, body_format))
+    every = list(catalogue.variants().values())
+    body_type: Any = _body(every)
 
     @routes.post(
         "/v1/compare",
@@ -64,21 +57,33 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
         "float64. Weights are compared row by row in float64. All logarithms are natural. Each run "
         "is queued by itself, so that other requests run in between. With `per_head` each figure "
         "of outputs and weights is also that of each query head.",
-        openapi_extra=_describe(),
+        response_model=CompareResponse,
+        response_description="Measurements of each variant, and notes.",
+        responses={
+            200: {"headers": SERVER_TIMING},
+            **problem_responses(
+                400, 413, 415, 422, 429, 500, 503, 504, extra=specific_errors(json.MEDIA_TYPE)
+            ),
+        },
+        openapi_extra={
+            "requestBody": {
+                "description": f"Tensors, and variants to compare on them: {CHOICE} each.",
+                "content": in_safetensors(
+                    "The inputs by name; all other fields as JSON under `qkv` in the metadata."
+                ),
+            }
+        },
     )
-    async def compare_variants(request: Request) -> Response:
-        require_acceptable(", ".join(request.headers.getlist("accept")), json.MEDIA_TYPE)
-        wait_s = job_runner.deadline_of(request)
-        with job_runner.admit(request) as admission:
-            received = await read_message(
-                request, "inputs", settings.max_body_bytes, admission.grow
-            )
-            message = received.message
-            tensors = (*message.tensors.values(), *message.layer.values())
-            size = sum(tensor.nbytes for tensor in tensors if tensor.is_untyped)
-            comparison = await in_thread_if_large(
-                size, lambda: CompareRequest(message, job_runner.limits)
-            )
+    async def compare_variants(
+        request: Request, body: body_type, received: Received, wait_s: Deadline
+    ) -> Response:
+        message = received.message
+        tensors = (*message.tensors.values(), *message.layer.values())
+        size = sum(tensor.nbytes for tensor in tensors if tensor.is_untyped)
+        comparison = await in_thread_if_large(
+            size, lambda: CompareRequest(message, job_runner.limits, body)
+        )
+        received.release()
         pending = _run_comparison(job_runner, comparison, wait_s)
         report, times, runs, device = await cancel_on_disconnect(
             request, asyncio.ensure_future(pending)
@@ -93,8 +98,8 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
             device=device,
             total_ms=times.total_s * 1e3,
         )
-        response = CompareResponse(*report, timing)
-        content = await in_thread_if_large(comparison.head_bytes, partial(json.dump, response))
+        response = CompareResponse(**report._asdict(), timing=timing)
+        content = await in_thread_if_large(comparison.head_bytes, response.to_json)
         return TensorResponse([content], json.MEDIA_TYPE, [server_timing(times)])
 
     return routes
@@ -130,49 +135,27 @@ def _step(
         return report
 
 
-def _describe() -> dict[str, Any]:
-    """Returns the description of the operation."""
-    file = "The inputs by name; all other fields as JSON under `qkv` in the metadata."
-    text = f"Tensors, and variants to compare on them: {CHOICE} each."
-    good = in_json("Measurements of each variant, and notes.", response_schema(CompareResponse))
-    errors = problem_responses(
-        400, 413, 415, 422, 429, 500, 503, 504, extra=specific_errors(json.MEDIA_TYPE)
-    )
-    responses = {"200": good | {"headers": SERVER_TIMING}} | errors
-    return describe(responses, in_both_formats(text, _request(), file), [TIMEOUT])
-
-
-def _request() -> Schema:
-    """Returns the schema of a body."""
-    fields = model_fields(CompareFields)
-    every = list(catalogue.variants().values())
-    choice = choice_of("VariantChoice", every)
-    tensors: Schema = {"x": TENSOR | {"description": "(B, L, M) or (L, M), with a layer"}}
+def _body(every: Sequence[Variant]) -> Any:
+    """Returns the model of a body."""
+    tensors: Fields = {"x": optional(Tensor, "(B, L, M) or (L, M), with a layer")}
     for variant in sorted(every, key=lambda variant: "mask" not in variant.inputs):
-        tensors = input_schemas(variant) | tensors
-    unused = {"description": "Has no effect: the response has no tensors."}
-    fields |= {
-        "inputs": named("CompareInputs", closed(tensors, ()) | {"minProperties": 1}),
-        "variants": fields["variants"] | {"items": choice},
-        "anchor": choice | {"description": fields["anchor"]["description"]},
-        "layer": nullable(LAYER),
-        "encoding": ENCODING | unused,
-    }
-    return named("CompareRequest", closed(fields, ["inputs", "variants"]))
-
-
-def choice_of(name: str, variants: Iterable[Variant]) -> Schema:
-    """Returns the component of a variant's name, or of a variant with its parameters."""
-    known = list(variants)
-    objects = [
-        named(
-            f"{pascal(v.name)}Choice",
-            closed({"variant": {"const": v.name}, "parameters": parameters(v)}, ["variant"]),
-        )
-        for v in known
-    ]
-    names = enumeration(f"{name}Name", [v.name for v in known])
-    return named(name, either(names, *objects))
+        named = {n: optional(kind, f.description) for n, (kind, f) in input_fields(variant).items()}
+        tensors = named | tensors
+    inputs = create_model("CompareInputs", __config__=_INPUTS, **tensors)
+    fields = CompareFields.model_fields
+    choice: Any = choice_of("VariantChoice", every)
+    listed = Field(
+        min_length=1, max_length=MAX_VARIANTS, description=fields["variants"].description
+    )
+    return create_model(
+        "CompareRequest",
+        __base__=CompareFields,
+        inputs=(documented(dict[str, Any], inputs), ...),
+        variants=(Annotated[list[choice], listed], ...),
+        anchor=(choice, Field(default="softmax", description=fields["anchor"].description)),
+        layer=optional(DocumentedLayer, fields["layer"].description),
+        encoding=optional(Encoding | None, "Has no effect: the response has no tensors."),
+    )
 
 
 def specific_errors(*media_types: str) -> list[QkvError]:

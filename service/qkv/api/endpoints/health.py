@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, Response
 
-from qkv.api.openapi.operation import describe, in_json, problem_responses
-from qkv.api.openapi.schemas import closed, named
+from qkv.api.openapi.operation import problem_responses
+from qkv.api.request_body import record_response
 from qkv.engine.job_executor import JobExecutor
 from qkv.telemetry.worker_state import SharedState
+from qkv.wire.responses import Failed, Passed
 
 __all__ = ["router"]
+
+_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    503: {"model": Failed, "description": "The check fails."},
+    **problem_responses(500),
+}
 
 
 def router(engine: JobExecutor, shared_state: SharedState) -> APIRouter:
@@ -22,38 +28,28 @@ def router(engine: JobExecutor, shared_state: SharedState) -> APIRouter:
         "/livez",
         operation_id="livez",
         summary="Liveness: no worker is stuck.",
-        openapi_extra=_describe(),
+        response_model=Passed,
+        response_description="The check passes.",
+        responses=_RESPONSES,
     )
-    async def livez(response: Response) -> dict[str, str]:
-        return _status(response, engine.is_alive and not shared_state.stuck_processes)
+    async def livez() -> Response:
+        return _respond(engine.is_alive and not shared_state.stuck_processes)
 
     @routes.get(
         "/readyz",
         operation_id="readyz",
         summary="Readiness: every worker accepts requests, and a device runs them.",
-        openapi_extra=_describe(),
+        response_model=Passed,
+        response_description="The check passes.",
+        responses=_RESPONSES,
     )
-    async def readyz(response: Response) -> dict[str, str]:
-        return _status(response, engine.is_ready and shared_state.is_ready)
+    async def readyz() -> Response:
+        return _respond(engine.is_ready and shared_state.is_ready)
 
     return routes
 
 
-def _status(response: Response, good: bool) -> dict[str, str]:
-    response.status_code = 200 if good else 503
-    return {"status": "ok" if good else "down"}
-
-
-def _describe() -> dict[str, Any]:
-    """Returns the description of a probe."""
-
-    def response(description: str, name: str, word: str) -> dict[str, Any]:
-        return in_json(description, named(name, closed({"status": {"const": word}})))
-
-    return describe(
-        {
-            "200": response("The check passes.", "Passed", "ok"),
-            "503": response("The check fails.", "Failed", "down"),
-        }
-        | problem_responses(500)
-    )
+def _respond(is_good: bool) -> Response:
+    if is_good:
+        return record_response(Passed(status="ok"))
+    return record_response(Failed(status="down"), 503)

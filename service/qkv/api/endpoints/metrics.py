@@ -8,8 +8,7 @@ from typing import Final
 
 from fastapi import APIRouter, Response
 
-from qkv.api.openapi.operation import describe, problem_responses
-from qkv.api.openapi.schemas import TEXT
+from qkv.api.openapi.operation import problem_responses
 from qkv.telemetry.metrics import BUCKETS, HISTOGRAMS, OTHER, Usage
 from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
@@ -34,15 +33,14 @@ def router(shared_state: SharedState, device: str) -> APIRouter:
         "/metrics",
         operation_id="metrics",
         summary="Metrics of all workers, for Prometheus.",
-        openapi_extra=describe(
-            {
-                "200": {
-                    "description": "Metrics in the text format 0.0.4 of Prometheus.",
-                    "content": {TEXT_TYPE: {"schema": TEXT}},
-                }
-            }
-            | problem_responses(500, 503)
-        ),
+        response_class=Response,
+        responses={
+            200: {
+                "description": "Metrics in the text format 0.0.4 of Prometheus.",
+                "content": {TEXT_TYPE: {"schema": {"type": "string"}}},
+            },
+            **problem_responses(500, 503),
+        },
     )
     async def metrics() -> Response:
         return Response(exposition(shared_state, device), headers={"Content-Type": TEXT_TYPE})

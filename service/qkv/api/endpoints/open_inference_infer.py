@@ -1,101 +1,83 @@
 """POST /v2/models/{model}/infer: runs a variant for clients of the Open Inference Protocol."""
 
-from __future__ import annotations
-
 import time
 import zlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, NamedTuple
 
+import orjson
 import pydantic
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Body, Request, Response
 
+from qkv.api.bodies import DEADLINE
 from qkv.api.endpoints.open_inference_catalogue import (
     VERSION,
-    Model,
     ModelCatalogue,
-    default_output,
 )
-from qkv.api.endpoints.open_inference_infer_schemas import BINARY_TYPE, describe_infer
 from qkv.api.endpoints.open_inference_models import new_router
+from qkv.api.endpoints.open_inference_request import InferFields, InferRequest, parse_fields
 from qkv.api.job_runner import JobRunner
+from qkv.api.openapi.open_inference_operation import error_responses
+from qkv.api.openapi.operation import BINARY, SERVER_TIMING, variant_name
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
 from qkv.api.request_record import headers_of
+from qkv.api.routes import run_route
 from qkv.api.run_timing import server_timing, timing_fields
-from qkv.attention import catalogue
-from qkv.attention.variant import Variant
-from qkv.engine.result import Result
-from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
+from qkv.engine.admission import AdmittedBody
+from qkv.jobs.annotations import notes_of
 from qkv.jobs.buffer_layout import BufferLayout
-from qkv.jobs.fields import field_error
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.jobs.plan_cache import BoundedCache, plan_bytes
+from qkv.jobs.result import Result
 from qkv.settings import Settings
 from qkv.wire import json, open_inference
 from qkv.wire.message import Message
-from qkv.wire.open_inference_responses import InferResponse
+from qkv.wire.open_inference_responses import InferParameters, InferResponse
 
 __all__ = ["InferHandler", "router"]
 
-_MAX_TIMEOUT_US: Final = (1 << 63) - 1
-_MAX_QUOTED_LENGTH: Final = 4096  # no list or object that a variant takes is near it
+BINARY_TYPE: Final = "application/octet-stream"
+"""The media type of JSON with tensors after it."""
+_BINARY_CONTENT: Final = {
+    BINARY_TYPE: {"schema": BINARY | {"description": "The JSON, then the tensors."}}
+}
+_LENGTH_PARAMETER: Final = {
+    "name": open_inference.LENGTH_HEADER,
+    "in": "header",
+    "required": False,
+    "description": "Bytes of the JSON, if tensors follow it.",
+    "schema": {"type": "integer", "minimum": 0},
+}
 _COMPRESSION_LEVEL: Final = 1  # floats hardly compress at any level
 _LENGTH_NAME: Final = open_inference.LENGTH_HEADER.lower().encode()
-_MAX_HEADS: Final = 2048
 _MAX_HEADS_BYTES: Final = 20 << 20
-_SEQUENCE_PARAMETERS: Final = ("sequence_id", "sequence_start", "sequence_end")
 
 
-class _RequestedOutput(pydantic.BaseModel):
-    """An output that a request names."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
-    name: str
-    parameters: dict[str, Any] | None = None
-
-
-class _RequestFields(pydantic.BaseModel):
-    """The fields of a request, without its tensors."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
-    id: str | None = None
-    model_name: str | None = None  # KServe's client repeats the names in the path
-    model_version: str | None = None
-    parameters: dict[str, Any] | None = None
-    outputs: list[_RequestedOutput] | None = None
-
-
-class _ProtocolParameters(pydantic.BaseModel):
-    """The parameters of the protocol; all others are the variant's."""
-
-    model_config = pydantic.ConfigDict(strict=True)
-
-    binary_data_output: bool = False
-    priority: Annotated[int, pydantic.Field(ge=0, le=_MAX_TIMEOUT_US)] = 0
-    timeout: Annotated[int, pydantic.Field(ge=0, le=_MAX_TIMEOUT_US)] = 0  # microseconds; 0: none
-
-
-class _InferFields(NamedTuple):
-    """The fields of a request but its id, validated.
+class InferBody(NamedTuple):
+    """The body of an inference request, which a known head need not decode.
 
     Attributes:
-        variant: the name of the variant.
-        run_fields: the fields of the same run as a request of the native API.
-        outputs: the names of the outputs to return, in order.
-        binary: the names of the outputs that are sent as bytes.
-        priority: as for `Engine.submit`.
-        timeout_s: seconds that it may be queued; None: no limit.
+        model, version: in the path.
+        content: JSON, optionally with the bytes of tensors after it.
+        length: bytes of the JSON; None: all.
+        received_at: time of its last byte, by `time.perf_counter`.
+        admission: counts the request.
     """
 
-    variant: str
-    run_fields: dict[str, Any]
-    outputs: list[str]
-    binary: set[str]
-    priority: int
-    timeout_s: float | None
+    model: str
+    version: str
+    content: bytes | memoryview
+    length: int | None
+    received_at: float
+    admission: AdmittedBody
+
+
+_Body = Annotated[
+    InferBody,
+    pydantic.PlainValidator(lambda body: body, json_schema_input_type=InferRequest),
+    Body(),
+]
 
 
 class _KnownHead(NamedTuple):
@@ -107,7 +89,7 @@ class _KnownHead(NamedTuple):
         layout: where the tensors are in the bytes after the JSON.
     """
 
-    fields: _InferFields
+    fields: InferFields
     plan: Plan
     layout: BufferLayout
 
@@ -124,29 +106,39 @@ class InferHandler:
     def __init__(self, job_runner: JobRunner, models: ModelCatalogue, settings: Settings) -> None:
         self._job_runner, self._models = job_runner, models
         self._max_body_bytes = settings.max_body_bytes
-        self._heads: BoundedCache[_KnownHead] = BoundedCache(_MAX_HEADS, _MAX_HEADS_BYTES)
+        self._heads: BoundedCache[_KnownHead] = BoundedCache(_MAX_HEADS_BYTES)
 
-    async def handle(self, request: Request, model: str, version: str = VERSION) -> Response:
+    async def read(self, request: Request, admission: AdmittedBody) -> InferBody:
+        """Reads the body of a request.
+
+        Raises:
+            NotFound: its model or version does not exist, or is unloaded.
+            QkvError: as `read_body`.
+        """
+        parameters = request.path_params
+        model, version = parameters["model"], parameters.get("version", VERSION)
+        if version != VERSION or not self._models.is_loaded(model):
+            self._models.find_loaded(model, version)
+        length = open_inference.json_length(_text(headers_of(request.scope).get(_LENGTH_NAME)))
+        content = await read_body(request, self._max_body_bytes, lambda _: length, admission.grow)
+        return InferBody(model, version, content, length, time.perf_counter(), admission)
+
+    async def handle(self, request: Request, body: InferBody) -> Response:
         """Runs one request.
 
         Raises:
             QkvError: the request is invalid, or could not be run.
         """
-        if version != VERSION or not self._models.is_loaded(model):
-            self._models.find_loaded(model, version)
-        headers = headers_of(request.scope)
-        length = open_inference.json_length(_text(headers.get(_LENGTH_NAME)))
-        with self._job_runner.admit(request) as admission:
-            body = await read_body(request, self._max_body_bytes, lambda _: length, admission.grow)
-            received_at = time.perf_counter()
-            head = open_inference.split_head(body, length)
-            known = None if head is None else self._heads.get((model, version, head.key))
-            if head is not None and known is not None and known.layout.size == len(head.data):
-                id, fields = head.id, known.fields
-                plan = known.plan  # it has the layer of a loaded model
-                job = Job.checked(plan, known.layout.read(head.data), plan.inputs.layer)
-            else:
-                id, fields, job = await self._validate(body, length, model, version, head)
+        model, version, content, length, received_at, admission = body
+        head = open_inference.split_head(content, length)
+        known = None if head is None else self._heads.get((model, version, head.key))
+        if head is not None and known is not None and known.layout.size == len(head.data):
+            id, fields = head.id, known.fields
+            plan = known.plan  # it has the layer of a loaded model
+            job = Job.checked(plan, known.layout.read(head.data), plan.inputs.layer)
+        else:
+            id, fields, job = await self._validate(content, length, model, version, head)
+        admission.release()
         result = await self._job_runner.run(
             request,
             received_at,
@@ -154,7 +146,7 @@ class InferHandler:
             priority=fields.priority,
             wait_s=fields.timeout_s,
         )
-        content_encoding = _response_encoding(headers.get(b"accept-encoding"))
+        content_encoding = _response_encoding(headers_of(request.scope).get(b"accept-encoding"))
         if content_encoding is None and fields.binary.issuperset(fields.outputs):
             return _new_response(model, id, fields, job.plan, result, None)
         return await in_thread_if_large(
@@ -169,12 +161,12 @@ class InferHandler:
         model: str,
         version: str,
         head: open_inference.Head | None,
-    ) -> tuple[str | None, _InferFields, Job]:
+    ) -> tuple[str | None, InferFields, Job]:
         """Returns id, fields and job of a request; keeps what follows from its head."""
         message = await in_thread_if_large(
             len(body), lambda: open_inference.decode(body, "inputs", length)
         )
-        id, fields = _parse_fields(message.fields, self._models.find(model), version)
+        id, fields = parse_fields(message, self._models.find(model), version)
         run_message = Message(fields.run_fields, message.tensors)
         job = await self._job_runner.new_job(fields.variant, run_message)
         is_as_sent = (
@@ -190,157 +182,61 @@ class InferHandler:
         return id, fields, job
 
 
-def router(infer: InferHandler) -> APIRouter:
+def router(job_runner: JobRunner, infer: InferHandler) -> APIRouter:
     """Returns the routes."""
-    routes = new_router()
-    summary = "Runs a model."
-    at = "/v2/models/{model}"
-    routes.add_api_route(
-        f"{at}/infer",
-        infer.handle,
-        methods=["POST"],
-        summary=summary,
+    routes = new_router(run_route(job_runner, infer.read))
+    name: Any = variant_name()
+
+    @routes.post(
+        "/v2/models/{model}/infer",
         name="infer",
-        openapi_extra=describe_infer(),
+        summary="Runs a model.",
+        response_model=InferResponse,
+        response_description="The requested outputs, and the timing.",
+        responses={
+            200: {"headers": SERVER_TIMING, "content": _BINARY_CONTENT},
+            **error_responses(400, 404, 413, 429, 500, 503),
+        },
+        dependencies=[DEADLINE],
+        openapi_extra={
+            "parameters": [_LENGTH_PARAMETER],
+            "requestBody": {
+                "description": "Tensors, parameters, and the requested outputs.",
+                "content": _BINARY_CONTENT,
+            },
+        },
     )
-    routes.add_api_route(
-        f"{at}/versions/{{version}}/infer",
-        infer.handle,
-        methods=["POST"],
-        include_in_schema=False,
-    )
+    async def infer_model(request: Request, body: _Body, model: name) -> Response:
+        return await infer.handle(request, body)
+
+    @routes.post("/v2/models/{model}/versions/{version}/infer", include_in_schema=False)
+    async def infer_version(request: Request, body: _Body, model: str, version: str) -> Response:
+        return await infer.handle(request, body)
+
     return routes
-
-
-def _parse_fields(
-    given: dict[str, Any], model: Model, version: str
-) -> tuple[str | None, _InferFields]:
-    """Returns the id of a request, and its other fields translated into those of the native API.
-
-    Raises:
-        InvalidContent: a field or a parameter is unknown or invalid.
-    """
-    try:
-        fields = _RequestFields.model_validate(given)
-    except pydantic.ValidationError as error:
-        raise field_error(error, ["inputs", *_RequestFields.model_fields]) from None
-    expected_values = {"model_name": model.name, "model_version": version}
-    for field, expected in expected_values.items():
-        if (value := getattr(fields, field)) not in (None, "", expected):
-            raise InvalidContent(
-                f"{field} is wrong: got {value!r:.60}, expected {expected!r} as in the path"
-            )
-    parameters = dict(fields.parameters or {})
-    variant = model.variant
-    if model.layer is not None:
-        variant = _find_variant(parameters.pop("variant", variant.name))
-    protocol_parameters = _parse_protocol_parameters(
-        {n: v for n, v in parameters.items() if n in _ProtocolParameters.model_fields}
-    )
-    variant_parameters = {
-        n: _unquote(n, v)
-        for n, v in parameters.items()
-        if n not in _ProtocolParameters.model_fields
-    }
-    requested = fields.outputs or [_RequestedOutput(name=default_output(variant))]
-    outputs = [output.name for output in requested]
-    for group, specs in variant.groups.items():
-        if group in outputs:
-            raise InvalidContent(
-                f"outputs names {group}: expected each of its tensors, such as {', '.join(specs)}"
-            )
-    binary = {o.name for o in requested if _is_binary(o, protocol_parameters.binary_data_output)}
-    run_fields: dict[str, Any] = {"parameters": variant_parameters, "outputs": outputs}
-    if model.layer is not None:
-        run_fields["layer"] = {"name": model.name}
-    timeout_s = protocol_parameters.timeout / 1e6 or None
-    return fields.id, _InferFields(
-        variant.name, run_fields, outputs, binary, protocol_parameters.priority, timeout_s
-    )
-
-
-def _find_variant(name: object) -> Variant:
-    """Returns the variant that a request to a layer names.
-
-    Raises:
-        InvalidContent: there is no such variant.
-    """
-    known = catalogue.variants()
-    if not isinstance(name, str) or name not in known:
-        raise InvalidContent(
-            f"variant is unknown: got {format_value(name)}, expected {', '.join(known)}",
-            pointer=pointer_to("parameters", "variant"),
-        )
-    return known[name]
-
-
-def _parse_protocol_parameters(given: dict[str, Any]) -> _ProtocolParameters:
-    try:
-        return _ProtocolParameters.model_validate(given)
-    except pydantic.ValidationError as error:
-        raise field_error(error, list(_ProtocolParameters.model_fields), "parameters") from None
-
-
-def _unquote(name: str, value: Any) -> Any:
-    """Returns a parameter's value. Lists and objects may be JSON in a string, because Triton's
-    clients send scalars only."""
-    if name in _SEQUENCE_PARAMETERS:
-        raise InvalidContent(f"{name} is not supported: no model keeps state between requests")
-    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
-        return value
-    pointer = pointer_to("parameters", name)
-    if len(value) > _MAX_QUOTED_LENGTH:
-        raise InvalidContent(
-            f"parameter {name!r:.60} is too long: got {len(value)} characters of JSON, expected "
-            f"at most {_MAX_QUOTED_LENGTH}",
-            pointer=pointer,
-        )
-    try:  # with the limits of any value
-        return json.decode_fields(b'{"value":%b}' % value.encode())["value"]
-    except (QkvError, UnicodeEncodeError) as error:
-        raise InvalidContent(
-            f"parameter {name!r:.60} is invalid: got {format_value(value)}, expected JSON: {error}",
-            pointer=pointer,
-        ) from None
-
-
-def _is_binary(output: _RequestedOutput, default: bool) -> bool:
-    given = dict(output.parameters or {})
-    binary = given.pop("binary_data", default)
-    if given:
-        raise InvalidContent(
-            f"output {output.name!r:.60} has an unknown parameter: got {next(iter(given))!r:.60}, "
-            "expected binary_data; classification and shared memory are not supported"
-        )
-    if not isinstance(binary, bool):
-        raise InvalidContent(
-            f"output {output.name!r:.60} has an invalid binary_data: got {format_value(binary)}, "
-            "expected true or false"
-        )
-    return binary
 
 
 def _new_response(
     model: str,
     id: str | None,
-    fields: _InferFields,
+    fields: InferFields,
     plan: Plan,
     result: Result,
     content_encoding: str | None,
 ) -> Response:
     outputs = {name: result.outputs[name] for name in fields.outputs}
     entries, data = open_inference.encode_tensors(outputs, fields.binary)
-    notes = {}
-    if plan.notes or result.notes:
-        notes["notes"] = "; ".join([*plan.notes, *result.notes])
-    text = json.dump(
-        InferResponse(
-            model_name=model,
-            model_version=VERSION,
-            id=id,
-            parameters={**timing_fields(result, plan), **notes},
-            outputs=entries,
-        )
+    notes = "; ".join(notes_of(plan, result.notes)) or None
+    parameters = InferParameters(**timing_fields(result, plan), notes=notes)
+    # the fields of an `InferResponse`
+    text = orjson.dumps(
+        {
+            "model_name": model,
+            "model_version": VERSION,
+            **({} if id is None else {"id": id}),
+            "parameters": orjson.Fragment(parameters.to_json()),
+            "outputs": entries,
+        }
     )
     chunks: list[bytes | memoryview] = [text, *data]
     headers = [server_timing(result.times)]

@@ -5,12 +5,10 @@ Triton's extensions model_configuration and statistics
 (github.com/triton-inference-server/server, docs/protocol).
 """
 
-from __future__ import annotations
+from typing import Annotated, Any, Final
 
-from typing import Any, Final
-
-import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.routing import APIRoute
 from pydantic_core import to_json
 
 from qkv.api.endpoints.open_inference_catalogue import (
@@ -20,23 +18,17 @@ from qkv.api.endpoints.open_inference_catalogue import (
     ModelCatalogue,
     default_output,
 )
-from qkv.api.openapi.open_inference_operation import (
-    describe_health,
-    describe_model,
-    describe_server,
-)
-from qkv.api.openapi.operation import in_json
-from qkv.api.openapi.response_schemas import response_schema
-from qkv.api.openapi.schemas import either
+from qkv.api.openapi.open_inference_operation import error_responses
+from qkv.api.openapi.operation import variant_name
+from qkv.api.request_body import record_response
 from qkv.attention import catalogue
 from qkv.attention.signature import fixed_size
 from qkv.engine.job_executor import JobExecutor
-from qkv.errors import QkvError, ServiceUnavailable
+from qkv.errors import ServiceUnavailable
 from qkv.jobs.state import SUMS
 from qkv.telemetry.model_stats import ModelStats
 from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
-from qkv.wire import json
 from qkv.wire.open_inference import DATATYPES
 from qkv.wire.open_inference_responses import (
     InputConfig,
@@ -64,9 +56,8 @@ from qkv.wire.open_inference_responses import (
 
 __all__ = [
     "HEALTH_PATHS",
+    "Version",
     "new_router",
-    "open_inference_error_response",
-    "respond",
     "router",
 ]
 
@@ -82,24 +73,26 @@ _EXTENSIONS: Final = (
     "schedule_policy",
     "statistics",
 )
+
+
+async def _version(request: Request) -> str:
+    version: str = request.path_params.get("version", VERSION)
+    return version
+
+
+Version = Annotated[str, Depends(_version)]
+"""The version in the path, which may have none."""
+
 # of the dtypes that a tensor may have
 _PREFERRED_DTYPES: Final = ("bool", "float32", "int64", "float64")
 
 
-def open_inference_error_response(error: QkvError) -> Response:
-    """Returns an error in the protocol's form, with Triton's statuses.
-
-    Those are 400 for any invalid request, and 503 also for an exceeded deadline.
-    """
-    status = {406: 400, 415: 400, 422: 400, 504: 503}.get(error.status, error.status)
-    body = ModelError(error.problem()["detail"])  # `problem` truncates it
-    return Response(json.dump(body), status, error.headers(), media_type=json.MEDIA_TYPE)
-
-
-def new_router() -> APIRouter:
+def new_router(route_class: type[APIRoute] = APIRoute) -> APIRouter:
     """Returns a router of the protocol; its operation ids are `v2_` and the function's name."""
     return APIRouter(
-        tags=["open inference protocol"], generate_unique_id_function=lambda r: f"v2_{r.name}"
+        tags=["open inference protocol"],
+        route_class=route_class,
+        generate_unique_id_function=lambda r: f"v2_{r.name}",
     )
 
 
@@ -111,121 +104,129 @@ def router(engine: JobExecutor, shared_state: SharedState, models: ModelCatalogu
     return routes
 
 
-def respond(body: Any, status: int = 200) -> Response:
-    """Returns a response of JSON."""
-    return Response(json.dump(body), status, media_type=json.MEDIA_TYPE)
-
-
 def _add_server(routes: APIRouter, engine: JobExecutor, shared_state: SharedState) -> None:
     @routes.get(
         "/v2",
         summary="Returns the server's name, version and extensions.",
-        openapi_extra=describe_server(response_schema(ServerMetadata)),
+        response_description="OK.",
+        responses=error_responses(500, 503),
     )
     @routes.get("/v2/", include_in_schema=False)
-    async def server() -> Response:
-        return respond(ServerMetadata("qkv", __version__, _EXTENSIONS))
+    async def server() -> ServerMetadata:
+        return ServerMetadata(name="qkv", version=__version__, extensions=_EXTENSIONS)
 
     @routes.get(
         "/v2/health/live",
         operation_id="v2_live",
         summary="Liveness: no worker is stuck.",
-        openapi_extra=describe_health(ServerLive),
+        response_model=ServerLive,
+        response_description="OK.",
+        responses=_health_responses(ServerLive),
     )
     async def live() -> Response:
         is_good = engine.is_alive and not shared_state.stuck_processes
-        return respond(ServerLive(is_good), 200 if is_good else 503)
+        return record_response(ServerLive(live=is_good), 200 if is_good else 503)
 
     @routes.get(
         "/v2/health/ready",
         summary="Readiness: every worker accepts requests, and a device runs them.",
-        openapi_extra=describe_health(ServerReady),
+        response_model=ServerReady,
+        response_description="OK.",
+        responses=_health_responses(ServerReady),
     )
     async def ready() -> Response:
         is_good = engine.is_ready and shared_state.is_ready
-        return respond(ServerReady(engine.is_alive, is_good), 200 if is_good else 503)
+        health = ServerReady(live=engine.is_alive, ready=is_good)
+        return record_response(health, 200 if is_good else 503)
 
 
 def _add_models(
     routes: APIRouter, engine: JobExecutor, shared_state: SharedState, models: ModelCatalogue
 ) -> None:
     stats = shared_state.models
+    name: Any = variant_name()
 
     @routes.get(
         "/v2/models",
         summary="Lists the loaded models.",
-        openapi_extra=describe_server(response_schema(ModelList)),
+        response_description="OK.",
+        responses=error_responses(500, 503),
     )
-    async def models_listed() -> Response:
-        names = [name for name in models.names if models.is_loaded(name)]
-        return respond(ModelList(names))
+    async def models_listed() -> ModelList:
+        return ModelList(models=[name for name in models.names if models.is_loaded(name)])
 
     @routes.get(
         "/v2/models/stats",
         operation_id="v2_statistics",
         summary="Returns the statistics of every loaded model.",
-        openapi_extra=describe_server(response_schema(StatisticsResponse)),
+        response_description="OK.",
+        responses=error_responses(500, 503),
     )
-    async def statistics() -> Response:
+    async def statistics() -> StatisticsResponse:
         names = [name for name in models.names if models.is_loaded(name)]
-        return respond(_statistics(stats, *names))
+        return _statistics(stats, *names)
 
     @routes.get(
         "/v2/models/{model}",
         summary="Returns a model's inputs and outputs.",
-        openapi_extra=describe_model(response_schema(ModelMetadata)),
+        response_description="OK.",
+        responses=error_responses(404, 500, 503),
     )
     @routes.get("/v2/models/{model}/versions/{version}", include_in_schema=False)
-    async def model_metadata(model: str, version: str = VERSION) -> Response:
-        return respond(_metadata(models.find_loaded(model, version)))
+    async def model_metadata(model: name, version: Version) -> ModelMetadata:
+        return _metadata(models.find_loaded(model, version))
 
     @routes.get(
         "/v2/models/{model}/ready",
         operation_id="v2_model_ready",
         summary="Readiness of a model.",
-        openapi_extra=_describe_model_ready(),
+        response_model=ModelReady,
+        response_description="OK.",
+        responses={
+            **error_responses(404, 500, 503),
+            400: {
+                "model": ModelNotReady | ModelError,
+                "description": "The model is unloaded, or the request is invalid.",
+            },
+        },
     )
     @routes.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
-    async def model_ready(model: str, version: str = VERSION) -> Response:
+    async def model_ready(model: name, version: Version) -> Response:
         models.find(model, version)
         if not (engine.is_ready and shared_state.is_ready):
             raise ServiceUnavailable("the service is not ready")
         if models.is_loaded(model):
-            return respond(ModelReady(model, True))
-        unloaded = ModelNotReady(f"{model} is not loaded", model, False)
-        return respond(unloaded, 400)  # Triton's status
+            return record_response(ModelReady(name=model, ready=True))
+        unloaded = ModelNotReady(error=f"{model} is not loaded", name=model, ready=False)
+        return record_response(unloaded, 400)  # Triton's status
 
     @routes.get(
         "/v2/models/{model}/config",
         operation_id="v2_model_config",
         summary="Returns a model's configuration in Triton's form.",
-        openapi_extra=describe_model(response_schema(ModelConfig)),
+        response_description="OK.",
+        responses=error_responses(404, 500, 503),
     )
     @routes.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
-    async def model_config(model: str, version: str = VERSION) -> Response:
+    async def model_config(model: name, version: Version) -> ModelConfig:
         instances = shared_state.engine_count
-        return respond(_config(models.find_loaded(model, version), engine, instances))
+        return _config(models.find_loaded(model, version), engine, instances)
 
     @routes.get(
         "/v2/models/{model}/stats",
         operation_id="v2_model_statistics",
         summary="Returns a model's statistics.",
-        openapi_extra=describe_model(response_schema(StatisticsResponse)),
+        response_description="OK.",
+        responses=error_responses(404, 500, 503),
     )
     @routes.get("/v2/models/{model}/versions/{version}/stats", include_in_schema=False)
-    async def model_statistics(model: str, version: str = VERSION) -> Response:
+    async def model_statistics(model: name, version: Version) -> StatisticsResponse:
         models.find_loaded(model, version)
-        return respond(_statistics(stats, model))
+        return _statistics(stats, model)
 
 
-def _describe_model_ready() -> dict[str, Any]:
-    """Returns the description of the probe of a model."""
-    described = describe_model(response_schema(ModelReady))
-    unloaded = either(response_schema(ModelNotReady), response_schema(ModelError))
-    described["responses"]["400"] = in_json(
-        "The model is unloaded, or the request is invalid.", unloaded
-    )
-    return described
+def _health_responses(model: type[ServerLive | ServerReady]) -> dict[int | str, dict[str, Any]]:
+    return {503: {"model": model, "description": "The check fails."}, **error_responses(500)}
 
 
 def _metadata(model: Model) -> ModelMetadata:
@@ -235,21 +236,25 @@ def _metadata(model: Model) -> ModelMetadata:
         platform="qkv",
         inputs=tuple(
             InputMetadata(
-                spec.name,
-                _datatype(spec.dtypes),
-                _sizes(spec.letters),
-                InputParameters(
-                    [DATATYPES[d] for d in spec.dtypes], list(spec.letters), spec.is_optional
+                name=spec.name,
+                datatype=_datatype(spec.dtypes),
+                shape=_sizes(spec.letters),
+                parameters=InputParameters(
+                    datatypes=[DATATYPES[d] for d in spec.dtypes],
+                    axes=spec.letters,
+                    optional=spec.is_optional,
                 ),
             )
             for spec in model.inputs
         ),
         outputs=tuple(
             OutputMetadata(
-                name,
-                datatype,
-                _sizes(letters),
-                OutputParameters(list(letters), name != default_output(model.variant)),
+                name=name,
+                datatype=datatype,
+                shape=_sizes(letters),
+                parameters=OutputParameters(
+                    axes=letters, on_request=name != default_output(model.variant)
+                ),
             )
             for name, letters, datatype in _outputs(model)
         ),
@@ -264,36 +269,41 @@ def _config(model: Model, engine: JobExecutor, instances: int) -> ModelConfig:
         name=model.name,
         platform="",
         backend="qkv",
-        version_policy=VersionPolicy({"num_versions": 1}),
+        version_policy=VersionPolicy(latest={"num_versions": 1}),
         max_batch_size=0,
         input=tuple(
-            InputConfig(i.name, f"TYPE_{_datatype(i.dtypes)}", _sizes(i.letters), i.is_optional)
+            InputConfig(
+                name=i.name,
+                data_type=f"TYPE_{_datatype(i.dtypes)}",
+                dims=_sizes(i.letters),
+                optional=i.is_optional,
+            )
             for i in model.inputs
         ),
         output=tuple(
-            OutputConfig(name, f"TYPE_{datatype}", _sizes(letters))
+            OutputConfig(name=name, data_type=f"TYPE_{datatype}", dims=_sizes(letters))
             for name, letters, datatype in _outputs(model)
         ),
         instance_group=(
             ModelInstances(
-                model.name,
-                "KIND_CPU" if engine.device_name.startswith("cpu") else "KIND_GPU",  # of one kind
-                instances,
+                name=model.name,
+                # of one kind
+                kind="KIND_CPU" if engine.device_name.startswith("cpu") else "KIND_GPU",
+                count=instances,
             ),
         ),
         parameters={  # pydantic's encoder: a bound may exceed 64 bits
-            name: StringValue(to_json(about).decode()) for name, about in schema.items()
+            name: StringValue(string_value=to_json(about).decode())
+            for name, about in schema.items()
         },
-        model_transaction_policy=TransactionPolicy(False),
+        model_transaction_policy=TransactionPolicy(decoupled=False),
     )
 
 
 def _statistics(models: ModelStats, *names: str) -> StatisticsResponse:
     return StatisticsResponse(
-        tuple(
-            msgspec.convert(
-                {"name": name, "version": VERSION} | models.statistics(name), ModelStatistics
-            )
+        model_stats=tuple(
+            ModelStatistics.parse({"name": name, "version": VERSION} | models.statistics(name))
             for name in names
         )
     )

@@ -13,13 +13,7 @@ from typing import Final, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
-from qkv.api.openapi.operation import (
-    CACHE_HEADERS,
-    NOT_MODIFIED,
-    describe,
-    problem_responses,
-)
-from qkv.api.openapi.schemas import TEXT
+from qkv.api.openapi.operation import CACHE_HEADERS, NOT_MODIFIED, problem_responses
 from qkv.errors import NotFound
 
 __all__ = ["PAGE_TYPE", "PATHS", "router"]
@@ -104,17 +98,16 @@ def router() -> APIRouter:
         operation_id="playground",
         summary="The playground.",
         description="A page that runs variants and draws their outputs and weights.",
-        openapi_extra=describe(
-            {
-                "200": {
-                    "description": "The playground.",
-                    "headers": CACHE_HEADERS,
-                    "content": {PAGE_TYPE: {"schema": TEXT}},
-                },
-                "304": NOT_MODIFIED,
-            }
-            | problem_responses(500, 503)
-        ),
+        response_class=Response,
+        responses={
+            200: {
+                "description": "The playground.",
+                "headers": CACHE_HEADERS,
+                "content": {PAGE_TYPE: {"schema": {"type": "string"}}},
+            },
+            304: NOT_MODIFIED,
+            **problem_responses(500, 503),
+        },
     )
     async def get_page(request: Request) -> Response:
         return _file_response(request, _FILES["/"])

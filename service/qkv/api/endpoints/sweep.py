@@ -1,44 +1,35 @@
 """POST /v1/sweep: times variants over lengths, as server-sent events."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any, Final
+from functools import reduce
+from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
+from pydantic import Field, Json, create_model
 
-from qkv.api.endpoints.compare import CHOICE, choice_of, specific_errors
+from qkv.api.bodies import BodyFormat, Deadline, body_route
+from qkv.api.endpoints.compare import CHOICE, specific_errors
 from qkv.api.event_stream import MEDIA_TYPE, Event, EventStreamResponse, error_event
 from qkv.api.job_runner import JobRunner
-from qkv.api.openapi.operation import TIMEOUT, describe, in_json, problem_responses
-from qkv.api.openapi.response_schemas import response_schema
-from qkv.api.openapi.schemas import (
-    COMPONENT,
-    PROBLEM,
-    TEXT,
-    closed,
-    either,
-    list_of,
-    model_fields,
-    named,
-    pascal,
-)
-from qkv.api.request_body import read_body, require_json
+from qkv.api.models import choice_of, closed, pascal
+from qkv.api.openapi.operation import problem_responses
 from qkv.attention import catalogue
-from qkv.engine.admission import Admission
+from qkv.engine.admission import AdmittedBody
 from qkv.errors import UnsupportedMediaType, stopping
 from qkv.jobs.job import Job
 from qkv.jobs.measure.sweep_request import SweepFields, SweepRequest, has_length
 from qkv.jobs.measure.sweep_run import SweepRun
+from qkv.jobs.measure.variant_choice import MAX_VARIANTS
 from qkv.settings import Settings
 from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
-from qkv.wire import json, require_acceptable
+from qkv.wire import json
 from qkv.wire.responses import Cell, Done, Progress, Stopped
 
 __all__ = ["EVENTS", "router"]
 
+_Json: Any = Json  # an alias of another kind for type checkers
 EVENTS: Final = {"progress": Progress, "cell": Cell, "done": Done, "error": Stopped}
 """The data of each event."""
 
@@ -63,7 +54,7 @@ class LowPriorityRunner:
     ) -> None:
         self._job_runner, self._wait_s, self._shared_state = job_runner, wait_s, shared_state
 
-    def reserve(self, size: int) -> Admission:
+    def reserve(self, size: int) -> AdmittedBody:
         """Admits inputs that this process generates, like a body of that size.
 
         Raises:
@@ -91,7 +82,10 @@ class LowPriorityRunner:
 
 def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState) -> APIRouter:
     """Returns the route."""
-    routes = APIRouter(tags=["attention"])
+    # JSON too, because the events contain it, and `curl --json` accepts nothing else
+    body_format = BodyFormat(settings.max_body_bytes, accepted=(MEDIA_TYPE, json.MEDIA_TYPE))
+    routes = APIRouter(tags=["attention"], route_class=body_route(job_runner, body_format))
+    body_type: Any = _body()
 
     @routes.post(
         "/v1/sweep",
@@ -100,22 +94,17 @@ def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState)
         description="Server-sent events: `progress` before each cell, `cell` after it, `done` at "
         "the end; `error` if the service stops earlier. Each run is queued by itself, with the "
         "lowest priority. A client ends the sweep if it disconnects.",
-        openapi_extra=_describe(),
+        status_code=200,
+        response_class=EventStreamResponse,
+        responses=_responses(),
+        openapi_extra={
+            "requestBody": {"description": f"The variants to time, {CHOICE} each, and the lengths."}
+        },
     )
-    async def sweep(request: Request) -> Response:
-        # JSON too, because the events contain it, and `curl --json` accepts nothing else
-        require_acceptable(
-            ", ".join(request.headers.getlist("accept")), MEDIA_TYPE, json.MEDIA_TYPE
-        )
-        require_json(request)
+    async def sweep(body: body_type, wait_s: Deadline) -> Response:
         if shared_state.is_draining:  # before the first event, a client can send it again
             raise stopping()
-        wait_s = job_runner.deadline_of(request)
-        with job_runner.admit(request) as admission:
-            body = await read_body(
-                request, settings.max_body_bytes, json.aligned_offset, admission.grow
-            )
-            sweep_request = SweepRequest(json.decode_fields(bytes(body)), job_runner.limits)
+        sweep_request = SweepRequest(body, job_runner.limits)
         return EventStreamResponse(
             _events(SweepRun(sweep_request, LowPriorityRunner(job_runner, wait_s, shared_state)))
         )
@@ -133,40 +122,42 @@ async def _events(sweep_run: SweepRun) -> AsyncGenerator[Event, None]:
             yield error_event(stopping())
 
 
-def _describe() -> dict[str, Any]:
-    """Returns the description of the operation."""
-    fields = model_fields(SweepFields)
-    swept = [v for v in catalogue.variants().values() if has_length(v)]
-    fields["variants"]["items"] = choice_of("SweptVariantChoice", swept)
-    fields["lengths"] = list_of(
-        fields["lengths"].pop("items"), **fields["lengths"], uniqueItems=True
+def _body() -> Any:
+    """Returns the model of a body."""
+    fields = SweepFields.model_fields
+    choice: Any = choice_of("SweptVariantChoice", filter(has_length, catalogue.variants().values()))
+    listed = Field(
+        min_length=1, max_length=MAX_VARIANTS, description=fields["variants"].description
     )
-    request = named("SweepRequest", closed(fields, ["variants", "lengths"]))
-    body = in_json(f"The variants to time, {CHOICE} each, and the lengths.", request)
+    return create_model(
+        "SweepRequest", __base__=SweepFields, variants=(Annotated[list[choice], listed], ...)
+    )
+
+
+def _event_type() -> Any:
+    """Returns the type of an event, whose data is a text with JSON."""
+    models = [_event_model(name, kind) for name, kind in EVENTS.items()]
+    return reduce(lambda one, other: one | other, models)
+
+
+def _event_model(name: str, kind: Any) -> Any:
+    return closed(
+        f"{pascal(name)}Event", {"event": (Literal[name], ...), "data": (_Json[kind], ...)}
+    )
+
+
+def _responses() -> dict[int | str, dict[str, Any]]:
+    """Returns the responses by status."""
     kinds = ", ".join(
         f"`{name}`, whose data is a `{kind.__name__}`" for name, kind in EVENTS.items()
     )
-    events = [
-        named(f"{pascal(name)}Event", closed({"event": {"const": name}, "data": _data(kind)}))
-        for name, kind in EVENTS.items()
-    ]
-    good = {
-        "description": f"Server-sent events: {kinds}, each one line of JSON. The schema describes "
-        "one event.",
-        "content": {MEDIA_TYPE: {"schema": either(*events)}},
-    }
     not_json = UnsupportedMediaType(
         f"Content-Type is not supported: got 'text/plain', expected {json.MEDIA_TYPE}"
     )
     extra = [*specific_errors(MEDIA_TYPE, json.MEDIA_TYPE), not_json]
-    errors = problem_responses(400, 413, 422, 429, 500, 503, extra=extra)
-    return describe({"200": good} | errors, body, [TIMEOUT])
-
-
-def _data(kind: type) -> dict[str, Any]:
-    """Returns the schema of the data of an event: a text with JSON."""
-    content = response_schema(kind)
-    _, schema = content[COMPONENT]
-    if "problem" in schema["properties"]:
-        schema["properties"]["problem"] |= PROBLEM
-    return TEXT | {"contentMediaType": json.MEDIA_TYPE, "contentSchema": content}
+    good = {
+        "model": _event_type(),
+        "description": f"Server-sent events: {kinds}, each one line of JSON. The schema describes "
+        "one event.",
+    }
+    return {200: good, **problem_responses(400, 413, 422, 429, 500, 503, extra=extra)}

@@ -1,7 +1,5 @@
 """GET /v1/variants: the catalogue, and a picture of each variant."""
 
-from __future__ import annotations
-
 from functools import cache
 from hashlib import sha256
 from typing import Any, Final
@@ -11,27 +9,14 @@ from fastapi import APIRouter, Request, Response
 from qkv.api.openapi.operation import (
     CACHE_HEADERS,
     NOT_MODIFIED,
-    describe,
-    in_json,
     problem_responses,
     unknown_variant,
-    variant_parameter,
-)
-from qkv.api.openapi.schemas import (
-    COUNT,
-    FLAG,
-    TEXT,
-    Schema,
-    closed,
-    enumeration,
-    list_of,
-    named,
-    nullable,
+    variant_name,
 )
 from qkv.attention import catalogue, variant_file
 from qkv.attention.variant import Variant
-from qkv.errors import NotFound, QkvError
-from qkv.tensors import DTYPES
+from qkv.errors import NotFound
+from qkv.wire import catalogue_responses as responses
 
 __all__ = ["PICTURE_TYPE", "entry", "router"]
 
@@ -43,12 +28,18 @@ _INERT: Final = {
 }
 
 
-def entry(variant: Variant) -> dict[str, Any]:
+_SVG: Final = {
+    "description": "An SVG without scripts.",
+    "headers": CACHE_HEADERS,
+    "content": {PICTURE_TYPE: {"schema": {"type": "string"}}},
+}
+
+
+def entry(variant: Variant) -> responses.Variant:
     """Returns the description of a variant, with the path of its picture."""
     drawn = _picture(variant.name) is not None
-    return catalogue.describe(variant) | {
-        "picture": f"/v1/variants/{variant.name}/picture" if drawn else None
-    }
+    picture = f"/v1/variants/{variant.name}/picture" if drawn else None
+    return responses.Variant(**catalogue.describe(variant), picture=picture)
 
 
 @cache
@@ -61,28 +52,27 @@ def _picture(name: str) -> bytes | None:
 def router() -> APIRouter:
     """Returns the routes."""
     routes = APIRouter(tags=["catalogue"])
+    name: Any = variant_name()
+    unknown = problem_responses(500, 503, extra=[unknown_variant()])
 
     @routes.get(
         "/v1/variants",
         operation_id="list_variants",
         summary="Lists every variant: formula, inputs, parameters, outputs.",
-        openapi_extra=_describe(
-            in_json(
-                "Every variant, sorted by name.",
-                named("Variants", closed({"variants": list_of(_entry_schema())})),
-            )
-        ),
+        response_description="Every variant, sorted by name.",
+        responses=problem_responses(500, 503),
     )
-    async def every_variant() -> dict[str, list[dict[str, Any]]]:
-        return {"variants": [entry(v) for v in catalogue.variants().values()]}
+    async def every_variant() -> responses.Variants:
+        return responses.Variants(variants=[entry(v) for v in catalogue.variants().values()])
 
     @routes.get(
         "/v1/variants/{variant}",
         operation_id="get_variant",
         summary="Describes one variant.",
-        openapi_extra=_describe(in_json("The variant.", _entry_schema()), unknown_variant()),
+        response_description="The variant.",
+        responses=unknown,
     )
-    async def one_variant(variant: str) -> dict[str, Any]:
+    async def one_variant(variant: name) -> responses.Variant:
         return entry(catalogue.find(variant))
 
     @routes.get(
@@ -90,9 +80,10 @@ def router() -> APIRouter:
         operation_id="get_picture",
         summary="Returns a picture of a variant's weights.",
         description="The weights for an example input, which docs/variants.md describes.",
-        openapi_extra=_describe_picture(),
+        response_class=Response,
+        responses={200: _SVG, 304: NOT_MODIFIED, **unknown},
     )
-    async def variant_picture(variant: str, request: Request) -> Response:
+    async def variant_picture(variant: name, request: Request) -> Response:
         svg = _picture(catalogue.find(variant).name)
         if svg is None:
             raise NotFound(f"{variant} has no picture: `make docs` drew none")
@@ -105,86 +96,3 @@ def router() -> APIRouter:
         return Response(svg, media_type=PICTURE_TYPE, headers=headers)
 
     return routes
-
-
-def _describe(response: dict[str, Any], *extra: QkvError) -> dict[str, Any]:
-    """Returns the description of an operation without a body; errors are those of its path."""
-    responses = {"200": response} | problem_responses(500, 503, extra=extra)
-    return describe(responses, parameters=[variant_parameter("variant")] if extra else ())
-
-
-def _describe_picture() -> dict[str, Any]:
-    svg = {
-        "description": "An SVG without scripts.",
-        "headers": CACHE_HEADERS,
-        "content": {PICTURE_TYPE: {"schema": TEXT}},
-    }
-    described = _describe(svg, unknown_variant())
-    described["responses"]["304"] = NOT_MODIFIED
-    return described
-
-
-def _entry_schema() -> Schema:
-    """Returns the component of a variant in the catalogue."""
-    letters = list_of(TEXT, description="One letter per axis.")
-    dtypes = list_of(enumeration("Dtype", DTYPES))
-    random = FLAG | {"description": "True if a request without it gets one drawn at random."}
-    flags = {"broadcasts": FLAG, "optional": FLAG, "random": random}
-    tensor = closed({"shape": letters, "dtypes": dtypes, **flags})
-    output = closed({"shape": letters, "dtype": TEXT})
-    words = ("variant", "summary", "formula", "paper", "cost", "weights")
-    return named(
-        "Variant",
-        closed(
-            dict.fromkeys(words, TEXT)
-            | {
-                "inputs": _by_name(named("InputDescription", tensor)),
-                "parameters": {"type": "object", "description": "A JSON schema."},
-                "refuses": _by_name(TEXT)
-                | {"description": "Parameters that this variant rejects, with the reason."},
-                "outputs": _by_name(named("OutputDescription", output)),
-                "steps": _steps_schema(),
-                "gradients": list_of(
-                    TEXT,
-                    description="Inputs that have gradients; empty if the variant has none.",
-                ),
-                "picture": {
-                    "type": ["string", "null"],
-                    "description": "Path of a picture of its weights; null if there is none.",
-                },
-            }
-        ),
-    )
-
-
-def _steps_schema() -> Schema:
-    """Returns the schema of the steps of a variant."""
-    step = closed(
-        {
-            "name": TEXT | {"description": "The output is `steps.<name>`."},
-            "axes": list_of(TEXT, description="One letter per axis."),
-            "symbol": nullable(TEXT) | {"description": "The part of the formula that it is."},
-            "summary": TEXT,
-            "rows": nullable(TEXT)
-            | {"description": "The axis whose rows a reader follows one by one."},
-            "needs": list_of(
-                TEXT,
-                description="Inputs and parameters: the step exists if a request has one of them. "
-                "Empty: it always exists.",
-            ),
-        }
-    )
-    fields = {
-        "max_tokens": COUNT | {"description": "The most queries, and the most keys."},
-        "max_items": COUNT | {"description": "The most items of the batch."},
-        "max_bytes": COUNT | {"description": "The most bytes of all steps together."},
-        "names": list_of(named("Step", step), description="In the order of computation."),
-    }
-    return nullable(named("Steps", closed(fields))) | {
-        "description": "The tensors between inputs and output that `outputs` may name, and the "
-        "bounds of requests for them; null if there are none."
-    }
-
-
-def _by_name(schema: Schema) -> Schema:
-    return {"type": "object", "additionalProperties": schema}

@@ -1,1 +1,1 @@
-"""The OpenAPI document. Each endpoint has the schemas of its operation where it is registered."""
+"""The OpenAPI document. FastAPI makes it of the routes and their models."""

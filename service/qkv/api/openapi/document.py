@@ -1,23 +1,25 @@
-"""The OpenAPI document: its texts, the operations of all routes, their components and API key.
+"""The OpenAPI document: FastAPI's, with the texts, errors, examples and API key of the service.
 
 `create_app` calls `build_document`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from importlib.resources import files
+from json import dumps
 from typing import Any, Final
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
+from fastapi.openapi.utils import get_openapi
 
 from qkv import errors
 from qkv.api.auth import PUBLIC_PATHS
 from qkv.api.openapi import open_inference_operation
 from qkv.api.openapi.operation import problem_responses
-from qkv.api.openapi.schemas import COMPONENT
 from qkv.wire import json, safetensors
+from qkv.wire.open_inference_responses import ModelError
+from qkv.wire.responses import Problem
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "EXAMPLES_FILE", "TAGS", "build_document"]
 
@@ -27,6 +29,10 @@ EXAMPLES_FILE: Final = "examples.json"
 EXAMPLES: Final = json.load(files(__package__).joinpath(EXAMPLES_FILE).read_bytes())
 """By operation id: `request` and `response`, each by name."""
 _DATA: Final = ("example", "examples")  # no schemas
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_NAMES: Final = {"oneOf": "anyOf"}  # of keywords that generators support
+_ERRORS: Final = {kind.__name__: kind.model_json_schema() for kind in (Problem, ModelError)}
+_FASTAPIS: Final = ("HTTPValidationError", "ValidationError")  # components of its own errors
 
 DESCRIPTION: Final = f"""\
 **Bodies** are `{json.MEDIA_TYPE}` or `{safetensors.MEDIA_TYPE}`. `Content-Type` is the format of
@@ -88,57 +94,108 @@ _FRAMING_ERROR: Final = errors.PayloadTooLarge(
 )
 
 
-def build_document(app: FastAPI, routes: Iterable[APIRoute], is_guarded: bool) -> dict[str, Any]:
-    """Returns the document of an application.
-
-    FastAPI's own omits a default of null, writes integer bounds as floats, and cannot describe
-    these bodies.
+def build_document(app: FastAPI, is_guarded: bool) -> dict[str, Any]:
+    """Returns FastAPI's document of an application, tidied for people and generators of clients.
 
     Args:
-        app: has the title and other texts.
-        routes: `openapi_extra` of each describes its operation.
+        app: has the routes, the title and other texts.
         is_guarded: requests need an API key.
     """
-    paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        if route.include_in_schema:
-            method = next(iter(route.methods or ()))
-            operations = paths.setdefault(route.path_format, {})
-            operations[method.lower()] = _operation(route, method == "POST")
-    for operation in (o for methods in paths.values() for o in methods.values()):
-        _add_examples(operation)
-    schemas: dict[str, Any] = {}
-    key = {"type": "http", "scheme": "bearer", "description": _KEY_DESCRIPTION}
-    document = {
-        "openapi": "3.1.0",
-        "info": {
-            "title": app.title,
-            "summary": app.summary,
-            "description": app.description,
-            "license": app.license_info,
-            "version": app.version,
-        },
-        "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"key": key}},
-        "tags": app.openapi_tags,
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        summary=app.summary,
+        description=app.description,
+        license_info=app.license_info,
+        tags=app.openapi_tags,
+        routes=app.routes,
+        separate_input_output_schemas=False,
+    )
+    document["paths"] = paths = _tidy(document["paths"])
+    components = document["components"]
+    components["schemas"] = {
+        name: _first_line(_tidy(schema))
+        for name, schema in (components["schemas"] | _ERRORS).items()
+        if name not in _FASTAPIS
     }
+    for path, methods in paths.items():
+        for method, operation in methods.items():
+            _add_errors(operation, path, method == "post")
+            _add_examples(operation)
+            for content in operation["responses"]["200"].get("content", {}).values():
+                if "anyOf" in content["schema"]:  # FastAPI calls each event of a stream a text
+                    content["schema"].pop("type", None)
+            for parameter in operation.get("parameters", ()):
+                parameter["schema"].pop("description", None)  # the parameter has it too
+    key = {"type": "http", "scheme": "bearer", "description": _KEY_DESCRIPTION}
+    components["securitySchemes"] = {"key": key}
     if is_guarded:
         _require_key(document)
-    document["paths"] = _collect(paths, schemas)
     return document
 
 
-def _operation(route: APIRoute, reads_body: bool) -> dict[str, Any]:
-    about = {"description": route.description} if route.description else {}
-    operation = {
-        "tags": route.tags,
-        "summary": route.summary,
-        **about,
-        "operationId": route.operation_id or route.unique_id,
-        **(route.openapi_extra or {}),
-    }
-    every = _connection_errors(route.path, reads_body) | operation["responses"]
-    return operation | {"responses": dict(sorted(every.items()))}
+def _tidy(node: Any) -> Any:
+    """Returns a part of the document without what only repeats a name, or breaks generators.
+
+    FastAPI writes bounds as floats.
+    """
+    if isinstance(node, list):
+        return [_tidy(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    tidied = {}
+    for key, value in _say_default(node).items():
+        if key == "title" and isinstance(value, str):
+            continue
+        if key == "default" and "$ref" in node:  # of a body that may be empty
+            continue
+        if key in _BOUNDS and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        tidied[_NAMES.get(key, key)] = value if key in _DATA else _tidy(value)
+    return tidied
+
+
+def _say_default(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema whose default is in its description.
+
+    Some generators require a field that has the keyword `default`, in requests too.
+    """
+    is_field = any(isinstance(schema.get(key), str) for key in ("description", "title"))
+    if "default" not in schema or not is_field:  # a property may have the name "default"
+        return schema
+    rest = {name: value for name, value in schema.items() if name != "default"}
+    if schema["default"] is None:  # the same as to leave the field out
+        return rest
+    default = f"Default: `{dumps(schema['default'])}`."
+    return rest | {"description": f"{schema.get('description', '')} {default}".strip()}
+
+
+def _first_line(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a component with the first line of the docstring of its class."""
+    text = schema.get("description", "")
+    return schema | ({"description": text.partition("\n")[0]} if text else {})
+
+
+def _add_errors(operation: dict[str, Any], path: str, reads_body: bool) -> None:
+    """Adds the errors of a connection, which every operation has.
+
+    An operation without a body responds before its request can have a malformed one. FastAPI's own
+    error of a parameter has another form than the service's.
+    """
+    if "HTTPValidationError" in str(operation["responses"].get("422")):
+        del operation["responses"]["422"]
+    extra = [*_CONNECTION_ERRORS, *([_FRAMING_ERROR] if reads_body else [])]
+    if path.startswith("/v2"):
+        errors = open_inference_operation.error_responses(*(error.status for error in extra))
+    else:
+        errors = problem_responses(extra=extra)
+    _add_responses(operation, errors)
+
+
+def _add_responses(operation: dict[str, Any], more: Mapping[int | str, Any]) -> None:
+    """Adds responses to those of an operation, by status, in order; those that it has stay."""
+    every = {str(status): response for status, response in more.items()} | operation["responses"]
+    operation["responses"] = dict(sorted(every.items()))
 
 
 def _add_examples(operation: dict[str, Any]) -> None:
@@ -147,40 +204,6 @@ def _add_examples(operation: dict[str, Any]) -> None:
         part = operation["requestBody"] if name == "request" else operation["responses"]["200"]
         kind = next(iter(part["content"]))
         part["content"][kind] |= {"examples": examples}
-
-
-def _collect(node: Any, schemas: dict[str, Any]) -> Any:
-    """Moves the components in a part of the document to `schemas`.
-
-    Returns:
-        The part with references to them.
-    """
-    if isinstance(node, list):
-        return [_collect(item, schemas) for item in node]
-    if not isinstance(node, dict):
-        return node
-    rest = {
-        key: value if key in _DATA else _collect(value, schemas)
-        for key, value in node.items()
-        if key != COMPONENT
-    }
-    if COMPONENT not in node:
-        return rest
-    name, schema = node[COMPONENT]
-    content = _collect(schema, schemas)
-    assert schemas.setdefault(name, content) == content, f"two components have the name {name}"
-    return {"$ref": f"#/components/schemas/{name}", **rest}
-
-
-def _connection_errors(path: str, reads_body: bool) -> dict[str, Any]:
-    """Returns the errors of a connection, which are independent of the operation.
-
-    An operation without a body responds before its request can have a malformed one.
-    """
-    extra = [*_CONNECTION_ERRORS, *([_FRAMING_ERROR] if reads_body else [])]
-    if path.startswith("/v2"):
-        return open_inference_operation.error_responses(*(error.status for error in extra))
-    return problem_responses(extra=extra)
 
 
 def _require_key(document: dict[str, Any]) -> None:
@@ -196,5 +219,4 @@ def _require_key(document: dict[str, Any]) -> None:
                 open_inference_operation.unauthorized() if path.startswith("/v2") else unauthorized
             )
             headers = {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}}
-            every = operation["responses"] | {"401": response | {"headers": headers}}
-            operation["responses"] = dict(sorted(every.items()))
+            _add_responses(operation, {401: response | {"headers": headers}})

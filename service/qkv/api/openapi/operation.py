@@ -1,19 +1,17 @@
-"""One operation of the OpenAPI document: its bodies, parameters, responses and errors.
-
-`describe` returns what an endpoint gives to its route as `openapi_extra`.
-"""
+"""Parts of operations in the OpenAPI document: errors, headers, formats, names of variants."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Annotated, Any, Final
+
+from fastapi import Path
+from pydantic import PlainValidator
 
 from qkv import errors
-from qkv.api.job_runner import TIMEOUT_HEADER
-from qkv.api.openapi.schemas import PROBLEM, TEXT, Schema, enumeration
 from qkv.attention import catalogue
-from qkv.wire import CODECS, json, safetensors
+from qkv.wire import CODECS, json, safetensors, tensor_types
 
 __all__ = [
     "BINARY",
@@ -21,32 +19,22 @@ __all__ = [
     "NOT_MODIFIED",
     "PROBLEMS",
     "SERVER_TIMING",
-    "TIMEOUT",
-    "describe",
-    "in_both_formats",
-    "in_json",
+    "in_safetensors",
     "problem_responses",
     "unknown_variant",
-    "variant_parameter",
+    "variant_name",
 ]
 
-BINARY: Final[Schema] = {"type": "string", "format": "binary"}
+BINARY: Final = {"type": "string", "format": "binary"}
 
-TIMEOUT: Final = {
-    "name": TIMEOUT_HEADER,
-    "in": "header",
-    "required": False,
-    "description": "Seconds that the request may be queued. After them it does not run. "
-    "Conversions and lists of layers also end after them.",
-    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000_000},
-}
-"""The header parameter of every operation that has a deadline."""
+_PROBLEM: Final = {"$ref": "#/components/schemas/Problem"}
+_TEXT: Final = {"type": "string"}
 
 SERVER_TIMING: Final = {
     "Server-Timing": {
         "description": "The times of `timing`, in the format of Server-Timing (W3C).",
         "required": True,
-        "schema": TEXT,
+        "schema": _TEXT,
         "example": "queue;dur=0.0200, transfer;dur=0.0200, compute;dur=0.1100, total;dur=0.2800",
     }
 }
@@ -55,7 +43,7 @@ CACHE_HEADERS: Final = {
     "ETag": {
         "description": "For `If-None-Match` in the next request.",
         "required": True,
-        "schema": TEXT,
+        "schema": _TEXT,
     }
 }
 NOT_MODIFIED: Final = {"description": "The cached response is current.", "headers": CACHE_HEADERS}
@@ -87,43 +75,22 @@ PROBLEMS: Final[tuple[errors.QkvError, ...]] = (
 """An error of each kind, with a detail of the service."""
 
 
-def describe(
-    responses: Mapping[str, Any],
-    body: Mapping[str, Any] | None = None,
-    parameters: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
-    """Returns the description of an operation.
+def in_safetensors(description: str) -> dict[str, Any]:
+    """Returns the content of a body or a response in the format safetensors."""
+    return {safetensors.MEDIA_TYPE: {"schema": BINARY | {"description": description}}}
 
-    Args:
-        responses: by status, those of errors included.
-        body: of the request, as `in_json` returns it; None: there is none.
-        parameters: in the path and in headers.
+
+def variant_name() -> Any:
+    """Returns the type of a path's parameter that is a variant's name.
+
+    The handler finds the variant: its error is another than that of an invalid value.
     """
-    described: dict[str, Any] = {"parameters": list(parameters)} if parameters else {}
-    if body is not None:
-        described["requestBody"] = {"required": True, **body}
-    return described | {"responses": dict(responses)}
-
-
-def in_json(description: str, schema: Schema) -> dict[str, Any]:
-    """Returns a body or a response of JSON."""
-    return {"description": description, "content": {json.MEDIA_TYPE: {"schema": schema}}}
-
-
-def in_both_formats(description: str, schema: Schema, file: str) -> dict[str, Any]:
-    """Returns a body or a response of JSON or safetensors; `file` describes the latter."""
-    body = in_json(description, schema)
-    body["content"][safetensors.MEDIA_TYPE] = {"schema": BINARY | {"description": file}}
-    return body
-
-
-def variant_parameter(name: str) -> dict[str, Any]:
-    """Returns the parameter of a path with a variant's name."""
     names = list(catalogue.variants())
-    return {
-        "name": name, "in": "path", "required": True, "description": "The variant's name.",
-        "schema": enumeration("VariantName", names), "example": names[0],
-    }  # fmt: skip
+    return Annotated[
+        str,
+        PlainValidator(str, json_schema_input_type=tensor_types.enumeration("VariantName", *names)),
+        Path(description="The variant's name.", openapi_examples={names[0]: {"value": names[0]}}),
+    ]
 
 
 def unknown_variant() -> errors.NotFound:
@@ -131,14 +98,16 @@ def unknown_variant() -> errors.NotFound:
     return errors.NotFound(f"no variant 'sotfmax'; there are {', '.join(catalogue.variants())}")
 
 
-def problem_responses(*statuses: int, extra: Iterable[errors.QkvError] = ()) -> dict[str, Any]:
+def problem_responses(
+    *statuses: int, extra: Iterable[errors.QkvError] = ()
+) -> dict[int | str, dict[str, Any]]:
     """Returns the error responses with these statuses, and those of these errors."""
-    responses = {}
+    responses: dict[int, dict[str, Any]] = {}
     for error in [*(e for e in PROBLEMS if e.status in statuses), *extra]:
         summary = (inspect.getdoc(type(error)) or "").partition("\n")[0]
         responses[error.status] = {
             "description": f"{error.title}. {summary}",
-            "content": {json.PROBLEM_TYPE: {"schema": PROBLEM, "example": error.problem()}},
+            "content": {json.PROBLEM_TYPE: {"schema": _PROBLEM, "example": error.problem()}},
         }
         if error.retry_after is not None:
             responses[error.status]["headers"] = {
@@ -148,4 +117,4 @@ def problem_responses(*statuses: int, extra: Iterable[errors.QkvError] = ()) -> 
                     "schema": {"type": "integer", "minimum": 1},
                 }
             }
-    return {str(status): responses[status] for status in sorted(responses)}
+    return dict(sorted(responses.items()))

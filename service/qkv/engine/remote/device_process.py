@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+from typing import Final
 
 from qkv.engine.engine import Engine
 from qkv.engine.remote.channel import receive_connection
-from qkv.engine.remote.plan_reader import PlanReader
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.engine.remote.worker_link import WorkerLink
 from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
+from qkv.jobs.plan import Limits
+from qkv.jobs.plan_cache import PlanCache
 from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["DeviceProcess"]
+
+_MAX_PLAN_BYTES: Final = 64 << 20  # of the plans of all workers
 
 
 class DeviceProcess:
@@ -43,9 +47,9 @@ class DeviceProcess:
     ) -> None:
         self._engine, self._worker = engine, worker
         self._control_socket, self._parent_alive_fd = control_socket, parent_alive_fd
-        plan_reader = PlanReader(layers)
+        plans = PlanCache(Limits(0, 0, layers=layers), _MAX_PLAN_BYTES)
         self._links = [
-            WorkerLink(index, engine, shared_memory, plan_reader, self._end_if_orphaned)
+            WorkerLink(index, engine, shared_memory, plans, self._end_if_orphaned)
             for index in range(len(worker.shared_state))
         ]
         self._tasks: set[asyncio.Task[None]] = set()

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple, Self
 
 import orjson
 
-from qkv.engine.result import Result
-from qkv.engine.tenant import Tenant
+from qkv.jobs.result import Result
+from qkv.jobs.tenant import Tenant
 from qkv.telemetry.times import Times
 
 __all__ = [
@@ -56,18 +56,18 @@ class JobRequest(NamedTuple):
         id: the worker's number for it.
         inputs_offset: offset of its tensors in the worker's region.
         outputs_offset: offset of the memory for its outputs.
-        priority: as `Engine.submit` takes it.
-        enqueued_at: time of submission, by `time.perf_counter`, one clock for all processes.
+        priority: one of `job.PRIORITIES`.
+        submitted_at: time of submission, by `time.perf_counter`, one clock for all processes.
         deadline: time at which it expires, by the same clock, or `NO_DEADLINE`.
         tenant: whose job it is.
-        plan: its plan, as `Plan.encoded`.
+        plan: its plan, as `plan_codec.encode` returns it.
     """
 
     id: int
     inputs_offset: int
     outputs_offset: int
     priority: int
-    enqueued_at: float
+    submitted_at: float
     deadline: float
     tenant: Tenant
     plan: bytes

@@ -1,6 +1,6 @@
 """The engine of a worker without a device: device processes run its jobs.
 
-It is a `JobExecutor`, as `Engine` is. It writes input tensors once, into memory shared with all
+It submits and stops as `Engine` does. It writes input tensors once, into memory shared with all
 device processes, and reads the outputs there.
 """
 
@@ -14,22 +14,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from qkv.engine.admission import AdmissionController
+from qkv.engine.admission import Admission
 from qkv.engine.device.device import MemoryUsage
 from qkv.engine.engine import DEFAULT_LIMIT
-from qkv.engine.load import Backlog, Load
 from qkv.engine.remote.channel import receive_connection
-from qkv.engine.remote.device_link import DeviceLink, LinkOwner, SubmittedJob
-from qkv.engine.remote.job_memory import input_bytes, write_inputs
-from qkv.engine.remote.messages import NO_DEADLINE
+from qkv.engine.remote.device_link import DeviceLink, LinkOwner, Transfer
+from qkv.engine.remote.job_memory import layouts_of, write_inputs
 from qkv.engine.remote.page_releaser import PageReleaser
 from qkv.engine.remote.shared_memory import WorkerRegion
-from qkv.engine.result import Result
-from qkv.engine.shared_limit import SharedLimit
-from qkv.engine.tenant import ANYONE, Tenant
-from qkv.engine.work_queue import ThroughputEstimate
 from qkv.errors import QkvError, ServiceUnavailable, stopping
-from qkv.jobs.job import Job
+from qkv.jobs.job import DEFAULT_PRIORITY, Job
+from qkv.jobs.load import Load
+from qkv.jobs.result import Result
+from qkv.jobs.tenant import ANYONE, Tenant
 from qkv.telemetry.worker_state import SharedState, WorkerState
 
 __all__ = ["RemoteEngine"]
@@ -81,11 +78,8 @@ class RemoteEngine:
         self._owns_region = False
         self._turn = worker  # so that workers begin with different devices
         self._ids = itertools.count(1)
-        self._load = Backlog()
-        self._throughput = ThroughputEstimate()
         self._last_result_at = 0.0  # by time.perf_counter
-        shared_limit = SharedLimit(limit, self._throughput.retry_after)
-        self.admission = AdmissionController(shared_limit, self._load)
+        self.admission = Admission(limit)
         self.failed = asyncio.Event()
         self._copy_tasks: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -114,9 +108,8 @@ class RemoteEngine:
     async def stop(self) -> None:
         """Rejects new jobs, and awaits the results of submitted jobs."""
         self._closing = True
-        while futures := [
-            s.future for link in self.links for s in link.jobs.values() if not s.future.done()
-        ]:
+        jobs = [t.job for link in self.links for t in link.transfers.values()]
+        while futures := [job.future for job in jobs if not job.future.done()]:
             await asyncio.wait(futures)
         assert self._loop is not None
         self._loop.remove_reader(self._control_socket)
@@ -138,18 +131,12 @@ class RemoteEngine:
         """Returns zeros: only the device processes use a device."""
         return MemoryUsage()
 
-    def submit_small(
-        self, _job: Job, *, tenant: Tenant = ANYONE, wait_s: float | None = None
-    ) -> asyncio.Future[Result] | None:
-        """Returns None: no job runs in this process."""
-        return None
-
     def submit(
         self,
         job: Job,
         *,
         tenant: Tenant = ANYONE,
-        priority: int = 0,
+        priority: int = DEFAULT_PRIORITY,
         wait_s: float | None = None,
     ) -> asyncio.Future[Result]:
         """Submits a job, as `Engine.submit` does.
@@ -163,30 +150,26 @@ class RemoteEngine:
             raise stopping()
         if (link := self._choose()) is None:
             raise ServiceUnavailable("the device process is restarting")
-        plan, size = job.plan, input_bytes(job.plan)
+        layouts = layouts_of(job.plan)
+        size = layouts.input_bytes
         try:
             inputs = self._region.allocate(size)
-            outputs = self._region.allocate(plan.output_layout.size)
+            outputs = self._region.allocate(layouts.outputs.size)
         except ServiceUnavailable as full:
-            full.retry_after = self._throughput.retry_after(self._load.total)
+            full.retry_after = self.admission.throughput.retry_after(self.admission.jobs.total)
             raise
         self._page_releaser.on_allocated()
         future: asyncio.Future[Result] = self._loop.create_future()
-        now = time.perf_counter()
-        deadline = NO_DEADLINE if wait_s is None else now + wait_s
-        load = Load(1, size + plan.output_layout.size, plan.flops)
-        submitted = SubmittedJob(
-            *(next(self._ids), job, future, link, inputs, outputs),
-            *(tenant, priority, now, deadline, load),
-        )
-        link.add(submitted)
-        self._load.add(tenant, load)
-        future.add_done_callback(partial(self._on_done, submitted))
+        job.start_wait(future, tenant, priority, wait_s)
+        transfer = Transfer(next(self._ids), job, link, inputs, outputs)
+        link.add(transfer)
+        self.admission.take(job)
+        future.add_done_callback(partial(self._on_done, transfer))
         if size <= _LARGE_BYTES:
             write_inputs(job, inputs.bytes)
-            link.send(submitted)
+            link.send(transfer)
         else:
-            task = self._loop.create_task(self._send_large(submitted))
+            task = self._loop.create_task(self._send_large(transfer))
             self._copy_tasks.add(task)
             task.add_done_callback(self._copy_tasks.discard)
         return future
@@ -203,44 +186,44 @@ class RemoteEngine:
         self._turn = first = (self._turn + 1) % len(usable)
         return min(usable[first:] + usable[:first], key=lambda link: totals[link.number])
 
-    async def _send_large(self, submitted: SubmittedJob) -> None:
+    async def _send_large(self, transfer: Transfer) -> None:
+        job = transfer.job
         try:
-            await asyncio.to_thread(write_inputs, submitted.job, submitted.inputs.bytes)
+            await asyncio.to_thread(write_inputs, job, transfer.inputs.bytes)
         except Exception as error:  # a bug; its client must not wait for ever
-            if not submitted.future.done():
-                submitted.future.set_exception(error)
-        link = submitted.link  # another one, if the first device process has ended
-        if not submitted.future.done():
-            link.send(submitted)
-        elif submitted.id in link.jobs:  # failed or cancelled
-            link.remove(submitted.id)
+            job.resolve(error)
+        link = transfer.link  # another one, if the first device process has ended
+        if not job.future.done():
+            link.send(transfer)
+        elif transfer.id in link.transfers:  # failed or cancelled
+            link.remove(transfer.id)
 
-    def _on_done(self, submitted: SubmittedJob, future: asyncio.Future[Result]) -> None:
+    def _on_done(self, transfer: Transfer, future: asyncio.Future[Result]) -> None:
         """Stops counting a job as load, and cancels it in its device process."""
-        self._load.remove(submitted.tenant, submitted.load)
+        self.admission.give_back(transfer.job)
         if future.cancelled():
-            submitted.link.cancel(submitted)
+            transfer.link.cancel(transfer)
 
     def _on_results(self, done: Load, started_at: float) -> None:
         """Adds results of any device process to the estimate."""
         now = time.perf_counter()
-        self._throughput.add(done, now - max(started_at, self._last_result_at))
+        self.admission.throughput.add(done, now - max(started_at, self._last_result_at))
         self._last_result_at = now
 
-    def _on_not_run(self, jobs: Sequence[SubmittedJob], error: QkvError) -> None:
+    def _on_not_run(self, transfers: Sequence[Transfer], error: QkvError) -> None:
         """Submits jobs to another device process; fails those that had their second attempt."""
-        for submitted in jobs:
-            if submitted.future.done():  # it was cancelled
+        for transfer in transfers:
+            if transfer.job.future.done():  # it was cancelled
                 continue
             link = self._choose()
-            if link is None or submitted.is_second_attempt:
-                submitted.future.set_exception(error)
+            if link is None or transfer.is_second_attempt:
+                transfer.job.resolve(error)
                 continue
-            submitted.link = link
-            link.add(submitted)
-            if submitted.is_sent:  # else `_send_large` sends it
-                submitted.is_second_attempt = True
-                link.send(submitted)
+            transfer.link = link
+            link.add(transfer)
+            if transfer.is_sent:  # else `_send_large` sends it
+                transfer.is_second_attempt = True
+                link.send(transfer)
 
     def _on_new_connection(self) -> None:
         """Connects a device process that has started."""

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import socket
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,15 +13,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-import numpy as np
 import orjson
 
 from qkv.engine.device_errors import EngineStopped
 from qkv.engine.engine import Engine
 from qkv.engine.remote.channel import Channel
-from qkv.engine.remote.job_memory import input_bytes, read_job
+from qkv.engine.remote.job_memory import layouts_of
 from qkv.engine.remote.messages import (
-    NO_DEADLINE,
     JobRequest,
     MessageType,
     pack_id,
@@ -30,14 +27,11 @@ from qkv.engine.remote.messages import (
     pack_results,
     unpack_id,
 )
-from qkv.engine.remote.pending_job import PendingJob
-from qkv.engine.remote.plan_reader import PlanReader
 from qkv.engine.remote.shared_memory import SharedMemory
-from qkv.engine.result import Result
-from qkv.engine.work_queue import QueuedJob
+from qkv.engine.remote.worker_job import WorkerJob
 from qkv.errors import Internal, QkvError
-from qkv.jobs.job import Job
-from qkv.jobs.plan import Plan
+from qkv.jobs.plan_cache import PlanCache
+from qkv.jobs.result import Result
 
 __all__ = ["WorkerLink"]
 
@@ -57,7 +51,7 @@ class WorkerLink:
         index: index of the worker.
         engine: runs its jobs.
         shared_memory: holds its tensors.
-        plan_reader: reads the plans of all workers.
+        plans: those of all workers.
         on_lost: called when the worker has exited.
     """
 
@@ -66,13 +60,13 @@ class WorkerLink:
         index: int,
         engine: Engine,
         shared_memory: SharedMemory,
-        plan_reader: PlanReader,
+        plans: PlanCache,
         on_lost: Callable[[], None],
     ) -> None:
         self._index = index
-        self._engine, self._shared_memory, self._plan_reader = engine, shared_memory, plan_reader
+        self._engine, self._shared_memory, self._plans = engine, shared_memory, plans
         self._on_lost = on_lost
-        self._pending: dict[int, PendingJob] = {}
+        self._pending: dict[int, WorkerJob] = {}
         # packed, by backend and notes
         self._results: dict[tuple[str, tuple[str, ...]], list[bytes]] = defaultdict(list)
         self._cancelled_count = 0  # cancelled jobs whose inputs the device may still read
@@ -112,91 +106,67 @@ class WorkerLink:
         if kind == MessageType.RUN:
             self._run_jobs(JobRequest.unpack_all(payload))
         elif kind == MessageType.CANCEL:
-            pending = self._pending.get(unpack_id(payload)[0])
-            if pending is not None and not pending.done():
-                self._cancel(pending)
+            job = self._pending.get(unpack_id(payload)[0])
+            if job is not None and not job.is_done:
+                self._cancel(job)
 
     def _run_jobs(self, requests: Sequence[JobRequest]) -> None:
-        """Runs the jobs of a frame: small ones at once if that is faster, else from the queue."""
-        queued_jobs: list[QueuedJob] = []
+        """Submits the jobs of a frame to the engine."""
+        jobs = []
         for request in requests:
             try:
-                plan = self._plan_reader.read(request.plan)
-                pending = PendingJob(self, request, plan, self._view_inputs(request, plan))
-                job = read_job(plan, pending.inputs)
-                if (result := self._run_inline(job, request)) is not None:
-                    self._pending[request.id] = pending
-                    pending.set_result(result)
-                    continue
-                deadline = None if request.deadline == NO_DEADLINE else request.deadline
-                queued_job = QueuedJob(
-                    *(job, pending, request.priority, request.enqueued_at, deadline),
-                    request.tenant,
+                plan = self._plans.decode(request.plan)
+                inputs = self._shared_memory.view(
+                    self._index, request.inputs_offset, layouts_of(plan).input_bytes
                 )
-                pending.queued_job = queued_job
-                queued_jobs.append(queued_job)
-                self._pending[request.id] = pending
+                job = self._pending[request.id] = WorkerJob(self, request, plan, inputs)
             except Exception as error:
                 self.send_error(request.id, error)
-        if queued_jobs:
-            failures = self._engine.enqueue(queued_jobs)
-            for queued_job, failure in zip(queued_jobs, failures, strict=True):
-                if failure is not None:
-                    queued_job.future.set_exception(failure)
-        self._flush()  # the results of small jobs
+            else:
+                jobs.append(job)
+        self._engine.submit_all(jobs)
 
-    def _view_inputs(self, request: JobRequest, plan: Plan) -> np.ndarray:
-        return self._shared_memory.view(self._index, request.inputs_offset, input_bytes(plan))
-
-    def _run_inline(self, job: Job, request: JobRequest) -> Result | None:
-        """Runs a small job at once, unless the engine forms batches or it is late.
-
-        On a CPU, the way to the device thread and back takes as long as a small job.
-        """
-        if self._engine.forms_batches or request.deadline <= time.perf_counter():
-            return None
-        return self._engine.run_inline(job, request.enqueued_at)
-
-    def send_result(self, pending: PendingJob, result: Result) -> None:
+    def send_result(self, job: WorkerJob, result: Result) -> None:
         """Copies the outputs of a job into shared memory, and sends its times."""
-        if pending.plan.output_layout.size > _LARGE_BYTES:
-            task = asyncio.create_task(self._send_large_result(pending, result))
+        if layouts_of(job.plan).outputs.size > _LARGE_BYTES:
+            task = asyncio.create_task(self._send_large_result(job, result))
             self._reply_tasks.add(task)
             task.add_done_callback(self._reply_tasks.discard)
             return
         try:
-            self._write_outputs(pending, result)
+            self._write_outputs(job, result)
         except Exception as error:
-            self.send_error(pending.request.id, error)
+            self.send_error(job.id, error)
         else:
-            self._send_times(pending, result)
+            self._send_times(job, result)
 
-    async def _send_large_result(self, pending: PendingJob, result: Result) -> None:
+    async def _send_large_result(self, job: WorkerJob, result: Result) -> None:
         failure = None
         try:
-            await asyncio.to_thread(self._write_outputs, pending, result)
+            await asyncio.to_thread(self._write_outputs, job, result)
         except Exception as error:
             failure = error
-        if self._pending.get(pending.request.id) is not pending:  # the worker has exited
+        if self._pending.get(job.id) is not job:  # the worker has exited
             return
         if failure is None:
-            self._send_times(pending, result)
+            self._send_times(job, result)
         else:
-            self.send_error(pending.request.id, failure)
+            self.send_error(job.id, failure)
 
-    def _write_outputs(self, pending: PendingJob, result: Result) -> None:
-        layout, offset = pending.plan.output_layout, pending.request.outputs_offset
-        layout.write(
-            result.outputs, self._shared_memory.view(self._index, offset, layout.size).data
-        )
+    def _write_outputs(self, job: WorkerJob, result: Result) -> None:
+        layout = layouts_of(job.plan).outputs
+        memory = self._shared_memory.view(self._index, job.outputs_offset, layout.size)
+        layout.write(result.outputs, memory.data)
 
-    def _send_times(self, pending: PendingJob, result: Result) -> None:
-        """Sends the times of a job at the end of this turn of the event loop."""
-        id = pending.request.id
-        del self._pending[id]
-        if not self._results:
+    def _send_times(self, job: WorkerJob, result: Result) -> None:
+        """Sends the times of a job at the end of this turn of the event loop; at once if no other
+        job is here."""
+        del self._pending[job.id]
+        if not self._results and self._pending:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._results[result.backend, result.notes].append(pack_result(id, result))
+        self._results[result.backend, result.notes].append(pack_result(job.id, result))
+        if not self._pending:
+            self._flush()
 
     def _flush(self) -> None:
         """Sends the results that are not sent yet: one frame for each backend."""
@@ -205,27 +175,26 @@ class WorkerLink:
                 self._channel.send(MessageType.RESULTS, pack_results(backend, notes, times))
         self._results.clear()
 
-    def send_error(self, id: int, error: Exception) -> None:
+    def send_error(self, id: int, error: BaseException) -> None:
         """Sends the error of a job."""
         self._pending.pop(id, None)
         if self._channel is not None:
             self._channel.send(MessageType.ERROR, pack_id(id) + _encode_error(error))
 
-    def _cancel(self, pending: PendingJob) -> None:
+    def _cancel(self, job: WorkerJob) -> None:
         """Cancels a job; sends RELEASED once the device does not read its inputs any more."""
-        del self._pending[pending.request.id]
-        if pending.queued_job is not None:
-            self._engine.remove(pending.queued_job)
-        pending.cancel()
+        del self._pending[job.id]
+        job.cancel()
+        self._engine.remove(job)
         self._cancelled_count += 1
-        on_released = partial(self._on_released, self._channel, pending.request.id)
+        on_released = partial(self._on_released, self._channel, job.id)
         loop = asyncio.get_running_loop()
 
         def on_finalized() -> None:
             with suppress(RuntimeError):  # the loop is closed: this process ends
                 loop.call_soon_threadsafe(on_released)
 
-        weakref.finalize(pending.inputs, on_finalized).atexit = False
+        weakref.finalize(job.inputs, on_finalized).atexit = False
 
     def _on_released(self, channel: Channel | None, id: int) -> None:
         self._cancelled_count -= 1
@@ -236,12 +205,12 @@ class WorkerLink:
         """Cancels the jobs of a worker that has exited."""
         if channel is self._channel:
             self._results.clear()
-            for pending in list(self._pending.values()):
-                self._cancel(pending)
+            for job in list(self._pending.values()):
+                self._cancel(job)
             self._on_lost()
 
 
-def _encode_error(error: Exception) -> bytes:
+def _encode_error(error: BaseException) -> bytes:
     """Encodes an error for the worker; logs it if it is a bug."""
     if not isinstance(error, QkvError):
         _log.error("a job could not be decoded, or its result could not be sent", exc_info=error)

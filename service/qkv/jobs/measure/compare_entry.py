@@ -7,7 +7,6 @@ from typing import Final, NamedTuple
 
 from qkv.errors import InvalidContent, pointer_to
 from qkv.jobs.job import Job
-from qkv.jobs.measure.probe_plans import PeakMemoryPlan, TimingPlan
 from qkv.jobs.measure.row_divergence import select_inputs
 from qkv.jobs.measure.variant_choice import VariantChoice
 from qkv.jobs.plan import Plan
@@ -43,7 +42,7 @@ class CompareEntry(NamedTuple):
     @classmethod
     def of(cls, choice: VariantChoice, job: Job) -> CompareEntry:
         """Returns the entry of a run."""
-        timing, peak = TimingPlan.of(job.plan), PeakMemoryPlan.of(job.plan)
+        timing, peak = job.plan.measured("time"), job.plan.measured("peak")
         return cls(choice, Job(timing, job.tensors, job.layer), Job(peak, job.tensors, job.layer))
 
     @property

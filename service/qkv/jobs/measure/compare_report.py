@@ -7,11 +7,12 @@ from collections.abc import Generator, Mapping, Sequence
 from statistics import median
 from typing import Final, NamedTuple
 
+from qkv.jobs.annotations import notes_of
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_entry import CompareEntry
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.probe_plans import PEAK_BYTES
 from qkv.jobs.measure.variant_report import VariantReport, baseline_weights, compared_weights
+from qkv.jobs.plan import PEAK_BYTES
 from qkv.tensors import RawTensor
 from qkv.wire.responses import (
     BaselineComparison,
@@ -72,7 +73,12 @@ def compare(request: CompareRequest) -> Generator[Job, TimedOutputs, CompareRepo
 
 def summarize_times(times_ms: Sequence[float]) -> VariantTiming:
     """Returns the statistics of the compute times of several runs."""
-    return VariantTiming(median(times_ms), min(times_ms), max(times_ms), len(times_ms))
+    return VariantTiming(
+        median_ms=median(times_ms),
+        least_ms=min(times_ms),
+        most_ms=max(times_ms),
+        repeats=len(times_ms),
+    )
 
 
 def _report(
@@ -83,7 +89,7 @@ def _report(
     pairs = list(zip(request.variants, variants, strict=True))
     every = [(request.baseline, baseline), *pairs]
     notes = [
-        *(f"{note}." for entry, _ in every for note in entry.plan.notes),
+        *(f"{note}." for entry, _ in every for note in notes_of(entry.plan)),
         *(f"{e.choice.variant.name}: {note}." for e, report in every for note in report.notes),
         *_general_notes(request, baseline, variants),
         *_variant_notes(every),
@@ -98,7 +104,7 @@ def _report(
 def _baseline_comparison(request: CompareRequest, report: VariantReport) -> BaselineComparison:
     plan = request.baseline.plan
     heads = tuple(
-        BaselineHead(error, baseline_weights(stats) if request.rows else None)
+        BaselineHead(output=error, weights=baseline_weights(stats) if request.rows else None)
         for error, stats in report.heads
     )
     return BaselineComparison(
@@ -120,7 +126,7 @@ def _compared_variant(
 ) -> ComparedVariant:
     plan = entry.plan
     heads = tuple(
-        ComparedHead(error, compared_weights(stats) if request.rows else None)
+        ComparedHead(output=error, weights=compared_weights(stats) if request.rows else None)
         for error, stats in report.heads
     )
     return ComparedVariant(

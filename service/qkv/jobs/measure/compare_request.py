@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import pydantic
 
@@ -21,11 +21,11 @@ from qkv.jobs.measure.compare_entry import (
     check_shapes,
     full_shape,
 )
-from qkv.jobs.measure.probe_plans import Float64Plan
 from qkv.jobs.measure.row_divergence import MAX_HEADS, RowDivergencePlan, select_inputs
 from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
 from qkv.jobs.plan import Limits, Plan
 from qkv.wire.message import Message
+from qkv.wire.tensor_types import FloatingDtype
 
 __all__ = ["CompareFields", "CompareRequest"]
 
@@ -64,7 +64,7 @@ class CompareFields(pydantic.BaseModel):
         bool, pydantic.Field(description="If true, each variant has figures for each query head.")
     ] = False
     dtype: Annotated[
-        Literal["float64", "float32", "float16", "bfloat16"] | None,
+        FloatingDtype | None,
         pydantic.Field(
             description="The dtype of tensors that are sent as lists of numbers. By default "
             "float32."
@@ -79,6 +79,7 @@ class CompareRequest:
     Args:
         message: inputs, and the fields of `CompareFields`.
         limits: the limits of each job.
+        fields: of the message, validated; None validates them.
 
     Attributes:
         baseline: the variant that the others are compared with, the field `anchor` of the request.
@@ -90,15 +91,17 @@ class CompareRequest:
         QkvError: an error of `Plan.from_message`, or the variants cannot be compared.
     """
 
-    def __init__(self, message: Message, limits: Limits) -> None:
+    def __init__(
+        self, message: Message, limits: Limits, fields: CompareFields | None = None
+    ) -> None:
         try:
-            fields = CompareFields.model_validate(message.fields)
+            fields = fields or CompareFields.model_validate(message.fields)
         except pydantic.ValidationError as error:
             known = ["inputs", *CompareFields.model_fields, "encoding"]
             raise field_error(error, known) from None
         self.repeats, self._max_rows, self._limits = fields.repeats, fields.rows, limits
         self.per_head = fields.per_head
-        self._fields = {"dtype": fields.dtype or "float32", "layer": fields.layer}
+        self._fields = {"dtype": fields.dtype or "float32", "layer": message.fields.get("layer")}
         choices = [VariantChoice.parse(fields.anchor, "anchor")]
         choices += [
             VariantChoice.parse(value, "variants", i) for i, value in enumerate(fields.variants)
@@ -137,7 +140,7 @@ class CompareRequest:
     def float64_job(self) -> Job:
         """The baseline's run on the same inputs in float64."""
         timed = self.baseline.timing
-        return Job(Float64Plan.of(timed.plan), timed.tensors, timed.layer)
+        return Job(timed.plan.measured("float64"), timed.tensors, timed.layer)
 
     @cached_property
     def rows(self) -> list[tuple[int, int]]:

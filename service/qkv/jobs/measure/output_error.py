@@ -14,7 +14,7 @@ from qkv.wire.responses import OutputError
 __all__ = ["ErrorSums", "sum_errors"]
 
 _BLOCK: Final = 1 << 20  # elements of a block
-_UNDEFINED: Final = OutputError(None, None, None)
+_UNDEFINED: Final = OutputError(relative_error=None, largest_error=None, cosine=None)
 
 Axes = tuple[int, int, int]
 
@@ -126,9 +126,9 @@ def _output_error(
         return _UNDEFINED
     norm_a, norm_b = math.sqrt(a_sum), math.sqrt(b_sum)
     return OutputError(
-        _ratio(math.sqrt(error_sum), norm_a),
-        _finite(largest / 2.0**-exponent),
-        _ratio(dot_sum, norm_a * norm_b, limit=1.0),
+        relative_error=_ratio(math.sqrt(error_sum), norm_a),
+        largest_error=_finite(largest / 2.0**-exponent),
+        cosine=_ratio(dot_sum, norm_a * norm_b, limit=1.0),
     )
 
 

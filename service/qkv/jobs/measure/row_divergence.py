@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pydantic
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.variant import Variant
+from qkv.jobs.float64 import float64_arguments
 from qkv.jobs.inputs import Inputs
-from qkv.jobs.measure.probe_plans import float64_arguments
 from qkv.jobs.measure.row_metrics import ROW_METRICS, RowMetrics, row_metrics
 from qkv.jobs.measure.row_stats import NO_ROWS, ROW_STATS, RunningStats, merge, reduce_rows
-from qkv.jobs.plan import Plan
+from qkv.jobs.plan import Plan, Task
 from qkv.wire.message import Message
 
 __all__ = ["MAX_HEADS", "Baseline", "RowDivergencePlan", "compare_rows", "select_inputs"]
@@ -54,7 +54,7 @@ class RowDivergencePlan(Plan):
         rows: the ranges of rows to compare, in every head.
     """
 
-    is_inference: ClassVar[bool] = False
+    task: Task = "rows"
 
     baseline: Baseline
     rows: Sequence[tuple[int, int]]
@@ -70,11 +70,6 @@ class RowDivergencePlan(Plan):
             baseline=Baseline(baseline.variant, baseline.parameters),
             rows=rows,
         )
-
-    @cached_property
-    def runs_alone(self) -> bool:
-        """Always true."""
-        return True
 
     @cached_property
     def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -118,11 +113,6 @@ class RowDivergencePlan(Plan):
         """The projected inputs of both variants."""
         either = {*self.variant.inputs, *self.baseline.variant.inputs}
         return tuple(role for role in ROLES if role in either)
-
-    @property
-    def uses_sdpa(self) -> bool:
-        """Always false: the job computes weights."""
-        return False
 
 
 def _merge(inputs: Inputs, others: Inputs) -> Inputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 import pydantic
@@ -14,12 +14,12 @@ from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, PayloadTooLarge, pointer_to
 from qkv.jobs.fields import INTEGER, field_error
 from qkv.jobs.job import Job
-from qkv.jobs.measure.probe_plans import CachedTokenPlan, TimingPlan
 from qkv.jobs.measure.sweep_curve import Curve, Mode, curves_of
 from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
 from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire.message import Message
+from qkv.wire.tensor_types import FloatingDtype
 
 __all__ = ["Crossover", "SweepFields", "SweepRequest", "Times", "crossovers", "has_length"]
 
@@ -71,7 +71,7 @@ class SweepFields(pydantic.BaseModel):
         INTEGER,
     ] = 64
     dtype: Annotated[
-        Literal["float64", "float32", "float16", "bfloat16"],
+        FloatingDtype,
         pydantic.Field(description="The dtype of all inputs."),
     ] = "float32"
     repeats: Annotated[
@@ -88,7 +88,7 @@ class SweepRequest:
     """A validated request to time variants over lengths.
 
     Args:
-        fields: the fields of `SweepFields`.
+        fields: of the request; those of JSON are validated.
         limits: the limits of each run.
 
     Attributes:
@@ -101,7 +101,7 @@ class SweepRequest:
         InvalidContent: a field is invalid, or a variant has no length axis.
     """
 
-    def __init__(self, fields: Mapping[str, Any], limits: Limits) -> None:
+    def __init__(self, fields: Mapping[str, Any] | SweepFields, limits: Limits) -> None:
         try:
             parsed = SweepFields.model_validate(fields)
         except pydantic.ValidationError as error:
@@ -120,7 +120,7 @@ class SweepRequest:
         self.lengths, self.repeats = parsed.lengths, parsed.repeats
         self._fields, self._limits = parsed, limits
 
-    def plan(self, curve: Curve, length: int) -> TimingPlan:
+    def plan(self, curve: Curve, length: int) -> Plan:
         """Returns the timed run of a curve at a length.
 
         Raises:
@@ -131,17 +131,17 @@ class SweepRequest:
         if curve.way == "recompute":
             return self._plan(curve, length + 1, length + 1, {})
         if curve.way == "cache":
-            return CachedTokenPlan.of(self._plan(curve, 1, length + 1, {}))
+            return self._plan(curve, 1, length + 1, {}).measured("token")
         specs = self.plan_before(curve, length).output_specs
         return self._plan(curve, 1, 1, {n: x for n, x in specs.items() if n.startswith(STATE)})
 
-    def plan_before(self, curve: Curve, length: int) -> TimingPlan:
+    def plan_before(self, curve: Curve, length: int) -> Plan:
         """Returns the run of the tokens before the next one, which returns their state."""
         return self._plan(curve, length, length, {})
 
     def _plan(
         self, curve: Curve, L: int, S: int, held: Mapping[str, tuple[str, tuple[int, ...]]]
-    ) -> TimingPlan:
+    ) -> Plan:
         """Returns a run of these lengths; `held` are dtype and shape of a state's tensors."""
         name, dtype = curve.choice.variant.name, self._fields.dtype
         shapes = self._shapes(curve.choice.variant, L, S)
@@ -157,11 +157,9 @@ class SweepRequest:
         outputs = ["output", *(["state"] if curve.way == "state" else [])]
         fields = {"parameters": curve.parameters, "outputs": outputs}
         message = Message(fields, {n: RawTensor(*spec, _NOTHING) for n, spec in specs.items()})
-        return TimingPlan.of(Plan.from_message(name, message, self._limits))
+        return Plan.from_message(name, message, self._limits).measured("time")
 
-    def job(
-        self, plan: TimingPlan, length: int, held: Mapping[str, RawTensor] | None = None
-    ) -> Job:
+    def job(self, plan: Plan, length: int, held: Mapping[str, RawTensor] | None = None) -> Job:
         """Returns a run with random inputs beside the tensors of a state.
 
         Every variant gets the same numbers.

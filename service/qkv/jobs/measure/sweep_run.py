@@ -7,15 +7,13 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from msgspec.structs import replace
-
 from qkv.attention.signature import STATE
 from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_report import summarize_times
-from qkv.jobs.measure.probe_plans import PEAK_BYTES, PeakMemoryPlan, TimingPlan
 from qkv.jobs.measure.sweep_curve import Curve
 from qkv.jobs.measure.sweep_request import SweepRequest, Times, crossovers
+from qkv.jobs.plan import PEAK_BYTES, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.responses import Cell, Crossover, Done, Progress
 
@@ -67,19 +65,34 @@ class SweepRun:
         for length in request.lengths:
             for index, curve in enumerate(request.curves):
                 name = curve.choice.variant.name
-                yield "progress", Progress(done, total, name, length)
-                cell = Cell(index, curve.choice.parameters, name, length, way=curve.way)
+                yield "progress", Progress(done=done, total=total, variant=name, length=length)
+                cell = Cell(
+                    index=index,
+                    parameters=curve.choice.parameters,
+                    variant=name,
+                    length=length,
+                    way=curve.way,
+                )
                 try:
                     times, cell = await self._measure(cell, curve)
                     curves[index][length] = times
                 except QkvError as error:
-                    cell = replace(cell, problem=error.problem())
+                    cell = cell.model_copy(update={"problem": error.problem()})
                 except MemoryError:  # from the inputs; the engine reports its own
                     problem = PayloadTooLarge("there is no memory for its inputs").problem()
-                    cell = replace(cell, problem=problem)
+                    cell = cell.model_copy(update={"problem": problem})
                 done += 1
                 yield "cell", cell
-        yield "done", Done(done, tuple(Crossover(*c) for c in crossovers(curves)))
+        yield (
+            "done",
+            Done(
+                cells=done,
+                crossovers=tuple(
+                    Crossover(before=c.from_, after=c.to, length=c.length, between=c.between)
+                    for c in crossovers(curves)
+                ),
+            ),
+        )
 
     async def _measure(self, cell: Cell, curve: Curve) -> tuple[Times, Cell]:
         """Returns the times of a cell, and the cell with its measurements.
@@ -91,19 +104,18 @@ class SweepRun:
         held = await self._state_before(curve, cell.length) if curve.way == "state" else {}
         with self._runner.reserve(plan.bytes_in):
             job = await self._new_job(plan, cell.length, held)
-            peak, _ = await self._runner.measure(Job(PeakMemoryPlan.of(plan), job.tensors))
+            peak, _ = await self._runner.measure(Job(plan.measured("peak"), job.tensors))
             times_ms = [(await self._runner.measure(job))[1] for _ in range(self._request.repeats)]
         times = summarize_times(times_ms)
-        return Times(times.least_ms, times.median_ms, times.most_ms), replace(
-            cell,
-            median_ms=times.median_ms,
-            least_ms=times.least_ms,
-            most_ms=times.most_ms,
-            repeats=times.repeats,
-            flops=plan.flops,
-            bytes=plan.bytes,
-            peak_bytes=int(peak[PEAK_BYTES].numpy()[0]),
-            held_bytes=_held_bytes(curve, job),
+        measured = {
+            **times.model_dump(),
+            "flops": plan.flops,
+            "bytes": plan.bytes,
+            "peak_bytes": int(peak[PEAK_BYTES].numpy()[0]),
+            "held_bytes": _held_bytes(curve, job),
+        }
+        return Times(times.least_ms, times.median_ms, times.most_ms), cell.model_copy(
+            update=measured
         )
 
     async def _state_before(self, curve: Curve, length: int) -> Mapping[str, RawTensor]:
@@ -114,7 +126,7 @@ class SweepRun:
         return {name: x for name, x in outputs.items() if name.startswith(STATE)}
 
     async def _new_job(
-        self, plan: TimingPlan, length: int, held: Mapping[str, RawTensor] | None = None
+        self, plan: Plan, length: int, held: Mapping[str, RawTensor] | None = None
     ) -> Job:
         work = asyncio.to_thread(self._request.job, plan, length, held)
         return await _finish_despite_cancel(work)

@@ -99,7 +99,7 @@ def baseline_weights(stats: Mapping[str, RunningStats]) -> BaselineWeights:
     Args:
         stats: of the metrics, by name.
     """
-    return BaselineWeights(_entropy(stats))
+    return BaselineWeights(entropy=_entropy(stats))
 
 
 def compared_weights(stats: Mapping[str, RunningStats]) -> WeightsComparison:
@@ -115,12 +115,15 @@ def compared_weights(stats: Mapping[str, RunningStats]) -> WeightsComparison:
 
 def _divergence(stats: RunningStats, worst: str) -> Divergence | None:
     values = _finite_stats(stats, worst)
-    return None if values is None else Divergence(*values)
+    return None if values is None else Divergence(mean=values[0], worst=values[1])
 
 
 def _entropy(stats: Mapping[str, RunningStats]) -> Entropy | None:
     values = _finite_stats(stats["entropy"], "least", "most")
-    return None if values is None else Entropy(*values)
+    if values is None:
+        return None
+    mean, least, most = values
+    return Entropy(mean=mean, least=least, most=most)
 
 
 def _finite_stats(stats: RunningStats, *names: str) -> list[float] | None:

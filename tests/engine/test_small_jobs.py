@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,10 +16,10 @@ import pytest
 from qkv.attention.catalogue import variants
 from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, execute, launch
-from qkv.engine.result import Result
 from qkv.errors import Internal, ServiceUnavailable
 from qkv.jobs.job import Job
-from support.engines import CPU, bits, hold_device_thread, new_job, submit_small, with_engine
+from qkv.jobs.result import Result
+from support.engines import CPU, bits, new_job, with_engine
 from support.known_requests import DTYPES
 from support.processes import TIMEOUT_S
 from support.raw_connection import NAMES, inputs_for, random_inputs
@@ -36,38 +36,62 @@ def small_jobs(dtype: str, count: int) -> list[Job]:
     return [job for job in jobs if job.plan.is_small]
 
 
+async def submit_queued(engine: Engine, job: Job) -> Result:
+    """Returns the result of a job in the device thread."""
+    with engine.paused():
+        future = engine.submit(job)
+    return await future
+
+
+def threads_of_jobs(ran: list[int]) -> Callable[..., Launched]:
+    """Returns a `launch` that records the thread of each job."""
+
+    def recorded(jobs: Sequence[Job], *how: Any) -> Launched:
+        ran.append(threading.get_native_id())
+        return launch(jobs, *how)
+
+    return recorded
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_small_job_has_the_same_bits_as_in_the_device_thread(dtype: str) -> None:
     async def test(engine: Engine) -> None:
         for job in small_jobs(dtype, 25):
-            inline = engine.run_inline(job)
-            assert isinstance(inline, Result)
-            assert bits(inline) == bits(await engine.submit(job))
+            small = bits(await engine.submit(job))
+            assert small == bits(await submit_queued(engine, job))
 
     with_engine(test)
 
 
-def test_large_job_is_not_run_inline() -> None:
+def test_large_job_runs_in_the_device_thread_and_a_small_one_does_not() -> None:
+    ran: list[int] = []
+
     async def test(engine: Engine) -> None:
         small, large = new_job(random_inputs(0)), new_job(random_inputs(0, (1, 8, 1024, 64)))
         assert large.plan.flops > small.plan.flops
-        assert engine.run_inline(large) is None
+        await engine.submit(large)
+        await engine.submit(small)
+        assert ran[0] != ran[1] == threading.get_native_id()
         values = {"value": random_inputs(0, (1, 1, 30000, 1))["value"]}
         assert not new_job(values, "mean", parameters={"method": "loop"}).plan.is_small
         long = {name: np.ones((2000, 1), np.float32) for name in NAMES}
         for name in ("linear", "taylor", "efficient", "linformer"):  # numbers may make it quadratic
             assert not new_job(long, name).plan.is_small
 
-    with_engine(test)
+    with_engine(test, launch=threads_of_jobs(ran))
 
 
-def test_no_job_is_run_inline_where_batches_are_stacked() -> None:
+def test_no_job_runs_on_the_event_loop_where_batches_are_stacked() -> None:
     """As on a GPU, where small jobs gain most from a batch."""
 
-    async def test(engine: Engine) -> None:
-        assert engine.run_inline(new_job(random_inputs(0))) is None
+    ran: list[int] = []
 
-    with_engine(test, stack=True)
+    async def test(engine: Engine) -> None:
+        await engine.submit(new_job(random_inputs(0)))
+        assert threading.get_native_id() not in ran
+
+    with_engine(test, stack=True, launch=threads_of_jobs(ran))
+    assert len(ran) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
@@ -96,15 +120,14 @@ def test_device_thread_is_nicer_than_the_event_loop(more: int) -> None:
 def test_small_job_runs_while_the_device_thread_is_held() -> None:
     async def test(engine: Engine) -> None:
         small, large = new_job(random_inputs(0)), new_job(random_inputs(0, (1, 8, 1024, 64)))
-        with hold_device_thread(engine):
-            queued = [engine.submit(job) for job in (large, small)]
-            inline = engine.run_inline(small)
-            assert inline is not None
-            assert inline.batch_size == 1
-            assert not any(future.done() for future in queued)
-            assert engine.queued.requests == 2
-        await queued[0]
-        assert bits(inline) == bits(await queued[1])
+        with engine.paused(small_jobs=False):
+            queued = engine.submit(large)
+            result = await engine.submit(small)
+            assert result.batch_size == 1
+            assert not queued.done()
+            assert engine.queued.requests == 1
+        await queued
+        assert bits(result) == bits(await submit_queued(engine, small))
 
     with_engine(test)
 
@@ -124,14 +147,12 @@ def test_small_jobs_have_the_same_bits_while_a_large_job_runs(dtype: str) -> Non
     async def test(engine: Engine) -> None:
         alone = execute([large], CPU, False, 2, 1)[0].outputs["output"].data
         jobs = small_jobs(dtype, 5)
-        before = [bits(await engine.submit(job)) for job in jobs]
+        before = [bits(await submit_queued(engine, job)) for job in jobs]
         running = engine.submit(large)
         try:
             assert is_running.wait(TIMEOUT_S)
             for job, expected in zip(jobs, before, strict=True):
-                inline = engine.run_inline(job)
-                assert inline is not None
-                assert bits(inline) == expected
+                assert bits(await engine.submit(job)) == expected
             assert not running.done()
         finally:
             stop.set()
@@ -157,19 +178,19 @@ def test_small_job_does_not_hide_a_stuck_device() -> None:
         assert is_running.wait(TIMEOUT_S)
         try:
             for _ in range(3):
-                assert engine.run_inline(new_job(random_inputs(0))) is not None
+                await engine.submit(new_job(random_inputs(0)))
             assert changes == [True]
         finally:
             stop.set()
         await running
         assert changes == [True, False]
-        assert engine.run_inline(new_job(random_inputs(0))) is not None
+        await engine.submit(new_job(random_inputs(0)))
         assert changes == [True, False]
 
     with_engine(test, launch=stuck, on_busy=changes.append)
 
 
-def test_job_that_fails_inline_raises_and_the_next_one_runs() -> None:
+def test_small_job_that_fails_has_its_error_and_the_next_one_runs() -> None:
     def failing(*_: Any) -> Launched:
         raise RuntimeError("marked")
 
@@ -177,12 +198,12 @@ def test_job_that_fails_inline_raises_and_the_next_one_runs() -> None:
         job = new_job(random_inputs(0))
         engine.batch_runner.launch = failing
         with pytest.raises(Internal):
-            engine.run_inline(job)
+            await engine.submit(job)
         engine.batch_runner.launch = launch
-        assert engine.run_inline(job) is not None
+        await engine.submit(job)
         await engine.stop()
         with pytest.raises(ServiceUnavailable):
-            engine.run_inline(job)
+            await engine.submit(job)
 
     with_engine(test)
 
@@ -194,8 +215,7 @@ def test_outputs_do_not_share_memory_with_inputs(name: str) -> None:
     async def test(engine: Engine) -> None:
         arrays = inputs_for(name)
         job = new_job(arrays, name, outputs=list(variants()[name].outputs))
-        result = engine.run_inline(job)
-        assert result is not None
+        result = await engine.submit(job)
         before = bits(result)
         for array in arrays.values():
             array.fill(7)
@@ -209,7 +229,7 @@ def test_small_jobs_of_one_turn_run_one_after_another() -> None:
     events: list[str] = []
 
     async def run(engine: Engine, job: Job) -> Result:
-        result = await submit_small(engine, job)
+        result = await engine.submit(job)
         events.append("response")
         return result
 
@@ -219,8 +239,7 @@ def test_small_jobs_of_one_turn_run_one_after_another() -> None:
 
     async def test(engine: Engine) -> None:
         jobs = small_jobs("float32", 2)
-        inline = [engine.run_inline(job) for job in jobs]
-        alone = [bits(result) for result in inline if result is not None]
+        alone = [bits(await engine.submit(job)) for job in jobs]
         engine.batch_runner.launch = recorded
         results = await asyncio.gather(*[run(engine, job) for job in jobs])
         assert events == ["run"] * len(jobs) + ["response"] * len(jobs)
@@ -242,8 +261,8 @@ def test_failed_or_cancelled_job_of_a_turn_leaves_the_others() -> None:
             return launch(jobs, *arguments)
 
         engine.batch_runner.launch = failing
-        tasks = [submit_small(engine, job) for job in [*good[:2], bad]]
-        cancelled = submit_small(engine, good[2])
+        tasks = [engine.submit(job) for job in [*good[:2], bad]]
+        cancelled = engine.submit(good[2])
         cancelled.cancel()
         first, second, failed, gone = await asyncio.gather(
             *tasks, cancelled, return_exceptions=True

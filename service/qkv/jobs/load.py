@@ -1,4 +1,4 @@
-"""`Load`: an amount of work; `Backlog`: the load of each tenant that is not done."""
+"""`Load`: an amount of work."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from qkv.engine.tenant import Tenant
-
-__all__ = ["Backlog", "Load"]
+__all__ = ["Load"]
 
 _UNITS: Final = ("requests", "bytes of tensors", "floating-point operations")
 
@@ -63,48 +61,3 @@ class Load(NamedTuple):
             if has + adds > limit:
                 return f"{has} {unit} are queued or being received, the limit is {limit}"
         return None
-
-
-class Backlog:
-    """The load of each tenant that is not done.
-
-    One thread at a time may change it; other threads may read it meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self._loads: dict[Tenant, Load] = {}
-
-    def __bool__(self) -> bool:
-        """Returns True if any request is not done."""
-        return bool(self._loads)
-
-    def __contains__(self, tenant: Tenant) -> bool:
-        """Returns True if a request of the tenant is not done."""
-        return tenant in self._loads
-
-    @property
-    def loads(self) -> dict[Tenant, Load]:
-        """The loads of the tenants that have some: a copy."""
-        return self._loads.copy()
-
-    @property
-    def total(self) -> Load:
-        """The load of all tenants."""
-        return Load.sum(self.loads.values())
-
-    def add(self, tenant: Tenant, load: Load) -> None:
-        """Adds the load of a request."""
-        current = self._loads.get(tenant)
-        self._loads[tenant] = load if current is None else current.plus(load)
-
-    def remove(self, tenant: Tenant, load: Load) -> None:
-        """Removes the load of a request that was added."""
-        current = self._loads[tenant]
-        if current.requests > load.requests:
-            self._loads[tenant] = current.minus(load)
-        else:
-            del self._loads[tenant]
-
-    def clear(self) -> None:
-        """Removes all."""
-        self._loads.clear()

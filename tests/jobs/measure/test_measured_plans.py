@@ -10,9 +10,7 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.probe_plans import PEAK_BYTES, PeakMemoryPlan, TimingPlan
-from qkv.jobs.measure.row_divergence import RowDivergencePlan
-from qkv.jobs.plan import Plan
+from qkv.jobs.plan import PEAK_BYTES, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.compare_requests import UNLIMITED, compare, random_inputs, variant_entry
@@ -42,7 +40,7 @@ def test_peak_has_no_matrix_of_scores() -> None:
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-def test_every_job_class_survives_encoding(per_head: bool) -> None:
+def test_every_task_survives_encoding(per_head: bool) -> None:
     inputs = random_inputs() | {"key_lengths": np.array([9, 4])}
     raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
     fields = {"variants": ["linear"], "per_head": per_head}
@@ -55,7 +53,7 @@ def test_every_job_class_survives_encoding(per_head: bool) -> None:
         *request.divergence_jobs(entry),
     ):
         decoded = send(job)
-        assert type(decoded.plan) is type(job.plan)
+        assert decoded.plan.task == job.plan.task
         assert decoded.batch_key != job.batch_key
         assert decoded.plan.output_specs == job.plan.output_specs
         one, other = (execute([j], CpuDevice(), False)[0].outputs for j in (job, decoded))
@@ -66,10 +64,9 @@ def test_every_job_class_survives_encoding(per_head: bool) -> None:
 def test_measured_jobs_run_alone_and_are_no_inferences() -> None:
     raw = {name: RawTensor.from_numpy(array) for name, array in random_inputs().items()}
     plan = Plan.from_message("softmax", Message({}, raw), UNLIMITED)
-    timing = TimingPlan.of(plan)
+    timing = plan.measured("time")
     assert Job(timing, raw).batch_key != Job(timing, raw).batch_key
     assert Job(plan, raw).batch_key == Job(plan, raw).batch_key
-    assert plan.is_inference
-    kinds = (TimingPlan, PeakMemoryPlan, RowDivergencePlan)
-    assert not any(kind.is_inference for kind in kinds)
-    assert PeakMemoryPlan.of(plan).output_specs == {PEAK_BYTES: ("int64", (1,))}
+    assert not plan.is_measurement
+    assert timing.is_measurement
+    assert plan.measured("peak").output_specs == {PEAK_BYTES: ("int64", (1,))}

@@ -1,0 +1,44 @@
+"""The fields of a response that say what its numbers are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from qkv.jobs.plan import Plan
+from qkv.jobs.run_fields import unused_parameters
+
+__all__ = ["annotate", "notes_of"]
+
+
+def annotate(plan: Plan, run_notes: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns `weights_are` with weights, `layer` with a layer, and `notes` if there are any.
+
+    Args:
+        plan: of the run.
+        run_notes: those on the numbers of the run.
+    """
+    known = plan.derived(_annotations)
+    return {**known, "notes": notes_of(plan, run_notes)} if run_notes else known
+
+
+def notes_of(plan: Plan, run_notes: Sequence[str] = ()) -> list[str]:
+    """Returns the notes of a response; arguments as for `annotate`."""
+    return [*plan.derived(_notes), *run_notes]
+
+
+def _annotations(plan: Plan) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if "weights" in plan.outputs:
+        fields["weights_are"] = plan.weights_are
+    if plan.inputs.layer is not None:
+        fields["layer"] = plan.inputs.layer.description
+    if known := plan.derived(_notes):
+        fields["notes"] = known
+    return fields
+
+
+def _notes(plan: Plan) -> list[str]:
+    """Returns the parameters of a loaded layer that the variant lacks, which are not applied."""
+    layer = plan.inputs.layer
+    return [] if layer is None else unused_parameters(plan.variant, layer)
