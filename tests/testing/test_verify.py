@@ -245,8 +245,8 @@ def test_gqa_bug_of_linear_attention_is_named() -> None:
     def tiled(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         H, G = query.shape[1], key.shape[1]
         key, value = (x[:, torch.arange(H) % G] for x in (key, value))
-        result = find("linear").attend(query, key, value, outputs=frozenset({"output"}))
-        output: Tensor = result.output
+        tensors = {"query_BHLD": query, "key_BGSD": key, "value_BGSE": value}
+        output: Tensor = find("linear").attend(**tensors, outputs=frozenset({"output"})).output
         return output
 
     report = verify(tiled, "linear", dtype="float32", gradients=False)

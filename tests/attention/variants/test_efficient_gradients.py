@@ -178,12 +178,12 @@ def test_narrow_dtypes_are_rounded_once(kind: str, dtype: torch.dtype) -> None:
 
 
 PEAK: Final = """
-from qkv.attention.variants.efficient import backward
+from qkv.attention.variants.efficient import Call, backward
 heads, length, slope = map(int, sys.argv[1:])
 x = torch.randn(1, heads, length, 64)
 key = x + slope * torch.arange(length)[:, None]
 with torch.inference_mode():
-    result = backward(x, x, key, x, causal=True)
+    result = backward(Call(x, key, x, causal=True), x)
 assert all(gradient.isfinite().all() for gradient in result.values())
 say()
 """

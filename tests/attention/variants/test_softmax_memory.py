@@ -10,14 +10,15 @@ from support.each import each
 from support.peak_memory import Peak, needs_proc, peaks
 
 _MEASURE: Final = """
-from qkv.attention.variants.softmax import attend
+from qkv.attention.variants.softmax import Call, attend
 B, H, G, L, S, D, E = SIZES
 query = torch.randn(B, H, L, D, dtype=DTYPE)
 key, value = torch.randn(B, G, S, D, dtype=DTYPE), torch.randn(B, G, S, E, dtype=DTYPE)
 start()
 for parameters in PARAMETERS:
     with torch.inference_mode():
-        output = attend(query, key, value, **parameters).output
+        call = Call(query, key, value, **parameters)
+        output = attend(call, frozenset({"output"})).output
     assert output.isfinite().all()
     say()
 """
