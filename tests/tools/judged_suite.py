@@ -223,10 +223,11 @@ class Suite:
 
     def _status(self, code: int | None, notes: list[dict[str, Any]]) -> tuple[str, str]:
         """Returns the status of a run and its last test, from pytest's exit code or None."""
+        if failed := [note["test"] for note in notes if note.get("outcome") == "failed"]:
+            return "killed", failed[0]  # also if a process that is left keeps pytest from its end
         if code is not None:
-            failed = [note["test"] for note in notes if note.get("outcome") == "failed"]
             no_failure = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-            return "survived" if code in no_failure else "killed", failed[0] if failed else ""
+            return "survived" if code in no_failure else "killed", ""
         if not notes:
             return "timeout", ""
         last = [note for note in notes if note["event"] == "start"][-1]
