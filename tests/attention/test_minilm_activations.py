@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkv.attention import catalogue
 from qkv.attention.layers.projection import apply, split_heads
 from qkv.attention.variants import softmax
 from support.checked_softmax import OUTPUT
@@ -23,12 +22,12 @@ HEADS: Final = 12
 
 @pytest.mark.representative
 def test_softmax_reproduces_the_attention_of_each_layer() -> None:
-    attend = catalogue.find("softmax").attend
     for each in activations():
         inputs = each.query_BHLD, each.key_BGSD, each.value_BGSE
-        truth = softmax.reference(softmax.Call(*inputs))
+        call = softmax.Call(*inputs)
+        truth = softmax.reference(call)
         bound = bounds(*inputs, None, {}, truth).output
-        assert_within(attend(*inputs, outputs=OUTPUT).output, truth.output, bound)
+        assert_within(softmax.attend(call, OUTPUT).output, truth.output, bound)
         assert_within(each.context_BHLE, truth.output, bound)
 
 
