@@ -242,9 +242,10 @@ def test_one_key_returns_the_value(dtype: torch.dtype, causal: bool) -> None:
 
 MEASURED: Final = """
 from qkv.attention.variants import efficient
-x = torch.randn(1, 8, 65536, 64)
-key = x + float(sys.argv[2]) * torch.arange(65536)[:, None]
-call = efficient.Call(x, key, x, causal=sys.argv[1] == "True")
+causal, heads, length, slope = map(int, sys.argv[1:])
+x = torch.randn(1, heads, length, 64)
+key = x + slope * torch.arange(length)[:, None]
+call = efficient.Call(x, key, x, causal=bool(causal))
 found = efficient.attend(call, frozenset({"output"}))
 assert found.output.isfinite().all()
 say()
@@ -254,11 +255,12 @@ say()
 @pytest.mark.slow
 @needs_proc
 @each(
-    ("causal", "slope"),
-    [(False, 0), (True, 0), (True, 1000)],
+    ("causal", "heads", "length", "slope", "gib"),
+    [(0, 8, 65536, 0, 4), (1, 8, 65536, 0, 4), (1, 1, 16384, 1000, 1)],
 )
-def test_65536_tokens_take_less_than_4_gib(causal: bool, slope: int) -> None:
-    assert peaks(MEASURED, causal, slope)[-1].whole < 4 << 30
+def test_memory_is_linear(causal: int, heads: int, length: int, slope: int, gib: int) -> None:
+    """A matrix (L, S) of one head would be 16 GiB in float32, or 1."""
+    assert peaks(MEASURED, causal, heads, length, slope)[-1].whole < gib << 30
 
 
 def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
