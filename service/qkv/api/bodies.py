@@ -48,6 +48,7 @@ class BodyFormat:
         accepted: media types of the response if it has one form, any of which a client accepts;
             none: the response has the formats of tensors.
         is_optional: the body may be empty, and its Content-Type is not checked.
+        check: called before the body is read; it raises to refuse the request.
         decode: parses JSON without tensors.
         to_error: describes an invalid field, by the names that the body has at its top and at any
             depth.
@@ -57,6 +58,7 @@ class BodyFormat:
     group: str | None = None
     accepted: tuple[str, ...] = ()
     is_optional: bool = False
+    check: Callable[[], None] = lambda: None
     decode: Callable[[bytes], dict[str, Any]] = json.decode_fields
     to_error: Callable[..., Exception] = field_error
 
@@ -170,16 +172,19 @@ class _Body:
         self._branches = frozenset(_tags(hint))
 
     def check(self, request: Request) -> None:
-        """Checks the headers of a request whose response or body has one form.
+        """Checks what can be checked of a request before its body is read.
 
         Raises:
-            NotAcceptable, UnsupportedMediaType: a format does not fit.
+            NotAcceptable, UnsupportedMediaType: the response or the body has one form, another
+                than the headers have.
+            QkvError: the check of the format refuses it.
         """
         if self._format.accepted:
             accept = ", ".join(request.headers.getlist("accept"))
             require_acceptable(accept, *self._format.accepted)
         if self._format.group is None and not self._format.is_optional:
             require_json(request)
+        self._format.check()
 
     async def read(self, request: Request, admission: AdmittedBody | None) -> ReceivedMessage:
         """Reads and decodes the body; errors as those of `read_message`."""

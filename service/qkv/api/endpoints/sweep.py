@@ -82,8 +82,14 @@ class LowPriorityRunner:
 
 def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState) -> APIRouter:
     """Returns the route."""
+
+    def check_draining() -> None:
+        if shared_state.is_draining:  # before the first event, a client can send it again
+            raise stopping()
+
     # JSON too, because the events contain it, and `curl --json` accepts nothing else
-    body_format = BodyFormat(settings.max_body_bytes, accepted=(MEDIA_TYPE, json.MEDIA_TYPE))
+    accepted = (MEDIA_TYPE, json.MEDIA_TYPE)
+    body_format = BodyFormat(settings.max_body_bytes, accepted=accepted, check=check_draining)
     routes = APIRouter(tags=["attention"], route_class=body_route(job_runner, body_format))
     body_type: Any = _body()
 
@@ -102,8 +108,6 @@ def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState)
         },
     )
     async def sweep(body: body_type, wait_s: Deadline) -> Response:
-        if shared_state.is_draining:  # before the first event, a client can send it again
-            raise stopping()
         sweep_request = SweepRequest(body, job_runner.limits)
         return EventStreamResponse(
             _events(SweepRun(sweep_request, LowPriorityRunner(job_runner, wait_s, shared_state)))
