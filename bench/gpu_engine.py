@@ -130,7 +130,8 @@ async def _engine_rate(engine: Engine, jobs: Sequence[Job], seconds: float) -> t
 
     async def client() -> None:
         while time.perf_counter() < end:
-            result = await engine.submit(next(turn))
+            job = next(turn)
+            result = await engine.submit(Job(job.plan, job.tensors))
             batch_sizes.append(result.batch_size)
 
     await asyncio.gather(*(client() for _ in range(IN_FLIGHT)))

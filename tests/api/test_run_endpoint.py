@@ -40,7 +40,7 @@ def test_requests_have_the_default_priority(
     server: Server, submitted_jobs: list[tuple[Job, int]]
 ) -> None:
     large = np.ones((8, 1024, 64), np.float32)
-    with qkv.Client(server.url) as client:  # a small request is not queued
+    with qkv.Client(server.url) as client:
         client.attend("softmax", query=large, key=large, value=large, outputs=["output"])
     assert submitted_jobs
     assert not {priority for _, priority in submitted_jobs} & {1, 3}

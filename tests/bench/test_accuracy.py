@@ -68,8 +68,8 @@ def test_harness_measures_errors_of_wrong_results(dtype: torch.dtype) -> None:
     correct = next(iter(variants().values()))
 
     def build_wrong_case(factor: float) -> accuracy_cases.Case:
-        def attend(**arguments: Any) -> Any:
-            result = correct.attend(**arguments)
+        def attend(call: Any, outputs: frozenset[str]) -> Any:
+            result = correct.module.attend(call, outputs)
             return result._replace(
                 output=result.output.double() * factor, weights=result.weights.double() * factor
             )

@@ -98,6 +98,7 @@ _NUMBERED: Final = r"device process \d \(cpu\)"
 _KILLED: Final = r"exited by SIGKILL, perhaps out of memory, after \d+\.\d s; restarting it"
 _FAILED: Final = r"exited with status 1 after \d+\.\d s; restarting it"
 _CUT: Final = frozenset({"client disconnected", "readyz disconnected", "livez disconnected"})
+_HELD: Final = frozenset({"readyz disconnected", "livez disconnected"})  # too late for a probe
 _UNREADY: Final = frozenset({"readyz 503"})
 _REFUSED: Final = frozenset({"client 503"})
 _STUCK: Final = frozenset({"livez 503"})
@@ -119,14 +120,15 @@ FAULTS: Final = (
     Fault(
         "the only worker is stopped", _ONE,
         lambda s: stop_until_stuck(s, s.workers),
-        must_see=_STUCK | _UNREADY | _REFUSED,
+        must_see=_STUCK | _UNREADY,
+        may_see=_REFUSED | _HELD,  # each client may have a request in the worker
         stuck_s=_STUCK_S,
     ),
     Fault(
         "one of two workers is stopped", _TWO + _DEVICE + _DEVICES,
         lambda s: stop_until_stuck(s, s.workers[:1]),
         must_see=_STUCK,
-        may_see=frozenset({"readyz disconnected", "livez disconnected"}),
+        may_see=_HELD,
         stuck_s=_STUCK_S,
     ),
     Fault(

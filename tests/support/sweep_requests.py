@@ -60,12 +60,12 @@ def open_sweep(server: Server, **fields: Any) -> socket.socket:
 
 @pytest.fixture
 def submitted_jobs(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, int]]:
-    """Returns the list that records every submitted job of a sweep, and its priority."""
+    """Returns the list that records every submitted job that is not small, and its priority."""
     jobs: list[tuple[Job, int]] = []
     submit = server.engine.submit
 
     def counting(job: Job, *, priority: int = 0, **how: Any) -> Any:
-        if job.plan.is_measurement:
+        if not job.plan.is_small:
             jobs.append((job, priority))
         return submit(job, priority=priority, **how)
 

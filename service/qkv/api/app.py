@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute, iter_route_contexts
-from fastapi_offline import FastAPIOffline
+from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -37,6 +38,7 @@ from qkv.api.endpoints import (
 )
 from qkv.api.endpoints.open_inference_catalogue import ModelCatalogue
 from qkv.api.endpoints.open_inference_infer import InferHandler
+from qkv.api.endpoints.playground import SWAGGER_PATH
 from qkv.api.error_responses import (
     ErrorMiddleware,
     handle_http_error,
@@ -148,7 +150,8 @@ def create_app(
     inner = [Middleware(DirectRouting, routes=direct)]
     if runtime.api_keys is not None:
         inner.insert(0, Middleware(ApiKeyMiddleware, api_keys=runtime.api_keys))
-    app = FastAPIOffline(  # serves Swagger UI's files itself: no request to another host
+    app = FastAPI(
+        openapi_url=None,  # `_add_document` has it
         docs_url=None,  # the playground has the page, which sends the user's key
         redoc_url=None,
         title="qkv",
@@ -164,8 +167,10 @@ def create_app(
     for router in routers:
         app.include_router(router)
     app.state.runtime = runtime
+    # Swagger UI's files, so that the page sends no request to another host
+    app.mount(SWAGGER_PATH, StaticFiles(packages=[("fastapi_offline", "static")]))
+    _add_document(app, is_guarded=runtime.api_keys is not None)
     list(iter_route_contexts(app.routes))  # FastAPI makes them now, not with the first request
-    _set_document(app, is_guarded=runtime.api_keys is not None)
     return app
 
 
@@ -204,7 +209,7 @@ def _build_runtime(
         settings=settings,
         worker=worker,
         engine=engine,
-        job_runner=JobRunner(engine, settings, layers),
+        job_runner=JobRunner(engine, settings, worker, layers),
         api_keys=None if api_keys is None else ApiKeys(api_keys, recorder.key_usage.add),
         observer=RequestObserver(recorder, request_log, traces),
         request_log=request_log,
@@ -338,8 +343,8 @@ def _cors(origins: list[str]) -> list[Middleware]:
     ]
 
 
-def _set_document(app: FastAPI, is_guarded: bool) -> None:
-    """Replaces FastAPI's OpenAPI document."""
+def _add_document(app: FastAPI, is_guarded: bool) -> None:
+    """Replaces FastAPI's OpenAPI document, and adds its path."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -347,6 +352,11 @@ def _set_document(app: FastAPI, is_guarded: bool) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this way to extend it
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def get_document() -> Response:
+        # the first time it takes most of a second, in which the event loop serves other requests
+        return JSONResponse(await asyncio.to_thread(app.openapi))
 
 
 def _new_engine(

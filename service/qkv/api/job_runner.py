@@ -30,6 +30,7 @@ from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.plan_cache import PlanCache
 from qkv.jobs.result import Result
 from qkv.settings import Settings
+from qkv.telemetry.worker_state import WorkerState
 from qkv.wire.message import Message
 
 __all__ = [
@@ -57,16 +58,22 @@ class JobRunner:
     Args:
         engine: runs the jobs.
         settings: limits and timeout of a request.
+        worker: the state of this process.
         layers: that requests may name.
 
     Attributes:
         limits: of a request.
+        worker: as the argument.
     """
 
     def __init__(
-        self, engine: JobExecutor, settings: Settings, layers: LoadedLayers = NO_LAYERS
+        self,
+        engine: JobExecutor,
+        settings: Settings,
+        worker: WorkerState,
+        layers: LoadedLayers = NO_LAYERS,
     ) -> None:
-        self._engine = engine
+        self._engine, self.worker = engine, worker
         self._max_body_bytes = settings.max_body_bytes
         self._timeout_s = settings.request_timeout_s or None
         self.limits = job_limits(settings)._replace(layers=layers)

@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from qkv.api.error_responses import unknown_path
 from qkv.api.job_runner import JobRunner
 from qkv.engine.admission import AdmittedBody
-from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["DirectRoute", "DirectRouting", "RunRoute", "run_route"]
 
@@ -44,9 +43,9 @@ class RunRoute(APIRoute):
     def get_route_handler(self) -> Handler:
         """Returns the function that FastAPI calls with a request."""
         endpoint, job_runner, read = self.endpoint, self.job_runner, self.read
+        worker = job_runner.worker
 
         async def run(request: Request) -> Response:
-            worker: WorkerState = request.app.state.runtime.worker
             worker.add_in_flight(1)
             try:
                 with job_runner.admit(request) as admission:

@@ -100,7 +100,13 @@ class Job:
             tenant: whose job it is.
             priority: 1 is high, 3 is low; any other value is the default, 2.
             wait_s: seconds after which it expires; None: never.
+
+        Raises:
+            RuntimeError: it waits, or runs: the first of two results would be lost.
         """
+        before = getattr(self, "future", None)
+        if before is not None and not before.done():
+            raise RuntimeError("the job is in flight: submit another Job of its plan and tensors")
         self.future, self.tenant, self.timer = future, tenant, None
         self.priority = priority if priority in PRIORITIES else DEFAULT_PRIORITY
         self.submitted_at = now = time.perf_counter()

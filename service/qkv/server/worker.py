@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -64,6 +65,8 @@ def run_worker(
         The exit status: 0 after a clean stop.
     """
     app = create_app(settings, worker, remote, layers, api_keys)
+    gc.collect()
+    gc.freeze()  # thousands of objects of models and routes, which no collection need visit
     runtime: Runtime = app.state.runtime
     server = _WorkerServer(app, runtime, sockets, parent_alive_fd)
     # uvicorn's handler of the signal follows, and raises it again at its end

@@ -33,7 +33,7 @@ from qkv.jobs.result import Result
 from qkv.settings import Settings
 from qkv.wire import json, open_inference
 from qkv.wire.message import Message
-from qkv.wire.open_inference_responses import InferParameters, InferResponse
+from qkv.wire.open_inference_responses import InferResponse
 
 __all__ = ["InferHandler", "router"]
 
@@ -226,15 +226,16 @@ def _new_response(
 ) -> Response:
     outputs = {name: result.outputs[name] for name in fields.outputs}
     entries, data = open_inference.encode_tensors(outputs, fields.binary)
-    notes = "; ".join(notes_of(plan, result.notes)) or None
-    parameters = InferParameters(**timing_fields(result, plan), notes=notes)
-    # the fields of an `InferResponse`
+    # the fields of an `InferResponse`; to build and encode one takes as long as all of this
+    parameters = timing_fields(result, plan)
+    if notes := notes_of(plan, result.notes):
+        parameters["notes"] = "; ".join(notes)
     text = orjson.dumps(
         {
             "model_name": model,
             "model_version": VERSION,
             **({} if id is None else {"id": id}),
-            "parameters": orjson.Fragment(parameters.to_json()),
+            "parameters": parameters,
             "outputs": entries,
         }
     )

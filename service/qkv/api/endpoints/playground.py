@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from qkv.api.openapi.operation import CACHE_HEADERS, NOT_MODIFIED, problem_responses
 from qkv.errors import NotFound
 
-__all__ = ["PAGE_TYPE", "PATHS", "router"]
+__all__ = ["PAGE_TYPE", "PATHS", "SWAGGER_PATH", "router"]
 
 PAGE_TYPE: Final = "text/html; charset=utf-8"
 
@@ -85,8 +85,11 @@ def _suffix(name: str) -> str:
 
 _FILES: Final = _read_files()
 
-PATHS: Final = frozenset(_FILES) | {f"/static-offline-docs/{name}" for name in _SWAGGER_PATHS}
-"""Every path of the pages; `fastapi_offline` serves Swagger UI's."""
+SWAGGER_PATH: Final = "/static-offline-docs"
+"""The path of Swagger UI's files, which the package `fastapi_offline` has."""
+
+PATHS: Final = frozenset(_FILES) | {f"{SWAGGER_PATH}/{name}" for name in _SWAGGER_PATHS}
+"""Every path of the pages."""
 
 
 def router() -> APIRouter:
