@@ -196,7 +196,7 @@ def test_base_install_has_no_package_of_the_server(installed: Installed) -> None
     found = packages([package["name"] for package in json.loads(listed.stdout)])
     extras = PROJECT["optional-dependencies"]
     server = packages(extras["server"])
-    assert {"torch", "fastapi", "uvloop", "pydantic"} <= server
+    assert {"torch", "fastapi", "uvicorn", "uvloop"} <= server
     assert not found & (server | packages(extras["dev"]) - {"qkv"})
     assert packages(PROJECT["dependencies"]) | {"qkv"} <= found
 

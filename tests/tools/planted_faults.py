@@ -122,7 +122,7 @@ PLANTED: Final = (
     ),
     PlantedFault(
         "jobs of a device process that has ended are lost", _REMOTE,
-        "if link is None or submitted.is_second_attempt:", "if True:",
+        "if link is None or transfer.is_second_attempt:", "if True:",
         "killed and two_devices",
     ),
     PlantedFault(
