@@ -56,6 +56,17 @@ def stop_until_stuck(service: Service, pids: list[int]) -> None:
     service.pause(pids, wait)
 
 
+def stop_only_worker(service: Service) -> None:
+    """Stops the only worker; new connections are refused meanwhile."""
+
+    def wait() -> None:
+        service.wait_until_seen("livez 503")
+        assert service.status_of("/readyz") == service.status_of(PATH) == 503
+        time.sleep(1.5)
+
+    service.pause(service.workers, wait)
+
+
 def stop_until_replaced(service: Service, pids: list[int]) -> None:
     """Stops processes until the supervisor has ended the first one."""
     service.pause(pids, lambda: wait_until(lambda: pids[0] not in service.pids))
@@ -119,9 +130,9 @@ FAULTS: Final = (
     ),
     Fault(
         "the only worker is stopped", _ONE,
-        lambda s: stop_until_stuck(s, s.workers),
-        must_see=_STUCK | _UNREADY,
-        may_see=_REFUSED | _HELD,  # each client may have a request in the worker
+        stop_only_worker,
+        must_see=_STUCK,
+        may_see=_UNREADY | _REFUSED | _HELD,  # each may have a request in the worker
         stuck_s=_STUCK_S,
     ),
     Fault(
