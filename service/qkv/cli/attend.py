@@ -23,10 +23,6 @@ from qkv.cli.options import (
     override,
     override_object,
     parse_parameters,
-    typed_flags,
-    typed_layer,
-    typed_parameters,
-    typed_tensors,
 )
 from qkv.cli.output import echo
 from qkv.cli.service import report, send
@@ -154,11 +150,7 @@ def _run_file(
 ) -> None:
     """Runs a variant or its gradients on a file, and writes the result."""
     layer = layer_flags(options)
-    typed = typed_tensors(source) | typed_parameters(parameters) | typed_layer(layer)
-    typed |= typed_flags(weights=flags.get("weights"))
-    if "outputs" in flags:
-        typed["/outputs"] = "--return"
-    with one_line_errors(typed):
+    with one_line_errors():
         tensor_files.check_target(target)
         if states.behind is not None:
             tensor_files.check_target(states.behind, [".safetensors"])

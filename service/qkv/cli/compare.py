@@ -23,11 +23,6 @@ from qkv.cli.options import (
     override_object,
     parse_parameters,
     parse_variant,
-    typed_flags,
-    typed_layer,
-    typed_parameters,
-    typed_tensors,
-    typed_variants,
 )
 from qkv.cli.output import echo
 from qkv.cli.service import line_width, send
@@ -88,10 +83,7 @@ def compare(
     qkv compare '{"variant": "taylor", "parameters": {"causal": true}}' in.npz
     """
     layer = layer_flags(options)
-    typed = typed_tensors(source) | typed_variants(variants, parameters) | typed_layer(layer)
-    typed |= typed_parameters(parameters, "/anchor")
-    typed |= typed_flags(anchor=anchor, rows=rows, repeats=repeats, per_head=per_head or None)
-    with one_line_errors(typed):
+    with one_line_errors():
         message = tensor_files.read_request(source, layer.get("prefix"))
         fields = message.fields
         shared = get_object(fields, "parameters") | parse_parameters(parameters)

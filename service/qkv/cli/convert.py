@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -21,7 +21,6 @@ from qkv.cli.options import (
     TARGET,
     URL,
     drop_unset,
-    typed_tensors,
 )
 from qkv.cli.output import echo
 from qkv.cli.service import report, send
@@ -29,10 +28,6 @@ from qkv.cli.weights_file import read_weights
 from qkv.client.request_builders import build_message
 
 __all__ = ["convert"]
-
-_FIELDS: Final = (
-    "from", "to", "prefix", "heads", "kv_heads", "rope", "to_order", "grouped", "bias",
-)  # fmt: skip
 
 
 @click.command(short_help="Converts a layer's weights to another layout.")
@@ -97,8 +92,7 @@ def convert(
         --heads 32 --grouped repeat -o out.safetensors
     """
     flags = drop_unset(**{"from": layout, "to": target_layout}, **options)
-    typed = {f"/{name}": f"--{name.replace('_', '-')}" for name in _FIELDS}
-    with one_line_errors(typed_tensors(source) | typed):
+    with one_line_errors():
         tensor_files.check_target(target)
         message = read_weights(source, flags, local)
         if local:

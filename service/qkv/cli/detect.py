@@ -9,7 +9,7 @@ import click
 
 from qkv.cli import tensor_files
 from qkv.cli.errors import one_line_errors
-from qkv.cli.options import API_KEY, LOCAL, SOURCE, URL, drop_unset, typed_flags, typed_tensors
+from qkv.cli.options import API_KEY, LOCAL, SOURCE, URL, drop_unset
 from qkv.cli.output import echo
 from qkv.cli.service import line_width, send
 from qkv.cli.weights_file import read_weights
@@ -80,9 +80,7 @@ def detect(
         --check xy.safetensors
     """
     known = drop_unset(prefix=prefix, heads=heads, kv_heads=kv_heads, scale=scale)
-    typed = {"/check": f"{{}} in {check_file.name}"} | typed_tensors(source)
-    typed |= typed_flags(from_=layout, rope=rope, **known)
-    with one_line_errors(typed):
+    with one_line_errors():
         fields = {"from": layout} | known
         if rope is not None:
             fields["rope"] = json.load(rope)

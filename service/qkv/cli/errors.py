@@ -5,13 +5,14 @@ Commands use `one_line_errors`; the group `qkv` is a `OneLineErrorGroup`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from qkv.cli.output import escape_controls
+from qkv.cli.typed_words import place
 from qkv.errors import QkvError
 
 __all__ = ["OneLineErrorGroup", "one_line_errors"]
@@ -54,19 +55,14 @@ def _one_line_usage() -> Iterator[None]:
 
 
 @contextmanager
-def one_line_errors(typed: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Turns expected errors into one line each.
-
-    Args:
-        typed: the words of the command line, by JSON pointer to the part of the request that they
-            set: {"/weights": "--weights top_k=8"}. "{}" in a text stands for the rest of the
-            pointer. An error has the words instead of the pointer.
-    """
+def one_line_errors() -> Iterator[None]:
+    """Turns expected errors into one line each, with the words of the command line for the part of
+    the request that is wrong."""
     try:
         yield
     except QkvError as error:
-        place = _place(error.pointer, typed or {})
-        line = f"{error.detail} ({place})" if place and place not in error.detail else error.detail
+        words = place(error.pointer, click.get_current_context(silent=True))
+        line = f"{error.detail} ({words})" if words and words not in error.detail else error.detail
         raise click.ClickException(_one_line(line)) from None
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
@@ -84,19 +80,6 @@ def one_line_errors(typed: Mapping[str, str] | None = None) -> Iterator[None]:
         raise click.ClickException("out of memory") from None
     except KeyboardInterrupt:
         raise _Interrupted("interrupted") from None
-
-
-def _place(pointer: str | None, typed: Mapping[str, str]) -> str:
-    """Returns the words of the command line for a pointer, else the pointer itself."""
-    if not pointer:
-        return ""
-    parts = pointer.split("/")
-    for count in range(len(parts), 1, -1):
-        words = typed.get("/".join(parts[:count]))
-        if words is not None:
-            rest = "/".join(parts[count:]).replace("~1", "/").replace("~0", "~")
-            return words.replace("{}", rest).strip()
-    return pointer
 
 
 def _one_line(text: str) -> str:

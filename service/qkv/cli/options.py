@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -10,9 +10,8 @@ import click
 
 from qkv.cli.own_variants import add_variants_if_set
 from qkv.client.environment import DEFAULT_URL
-from qkv.errors import InvalidContent, MalformedRequest, QkvError, format_value, pointer_to
+from qkv.errors import InvalidContent, MalformedRequest, QkvError, format_value
 from qkv.wire import json
-from qkv.wire.checkpoint.checkpoint import is_checkpoint
 
 __all__ = [
     "API_KEY",
@@ -35,11 +34,6 @@ __all__ = [
     "override_object",
     "parse_parameters",
     "parse_variant",
-    "typed_flags",
-    "typed_layer",
-    "typed_parameters",
-    "typed_tensors",
-    "typed_variants",
 ]
 
 _PYTHON_WORDS: Final = {"True": True, "False": False, "None": None}
@@ -259,48 +253,3 @@ def _parse_parameter(text: str) -> tuple[str, Any]:
         return name, json.load(value)
     except MalformedRequest:
         return name, value  # such as query_offset=end
-
-
-# ---- the words of the command line by JSON pointer, for errors
-
-
-def typed_flags(**flags: Any) -> dict[str, str]:
-    """Returns the words of the flags that are set, for fields of the same names.
-
-    A `_` at the end of a name is dropped.
-    """
-    return {
-        f"/{name.rstrip('_')}": f"--{name.rstrip('_').replace('_', '-')}"
-        for name in drop_unset(**flags)
-    }
-
-
-def typed_layer(layer: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the words of the flags of a layer: of all if one is set, since it needs others."""
-    names = {n: f"--{n.replace('_', '-')}" for n in _LAYER_FIELDS} | {"name": "--layer"}
-    return {f"/layer/{name}": flag for name, flag in names.items() if layer}
-
-
-def typed_parameters(words: Iterable[str], within: str = "") -> dict[str, str]:
-    """Returns the words of -p for the parameters of the request, or of a variant in it."""
-    return {
-        f"{within}/parameters{pointer_to(word.partition('=')[0])}": f"-p {word:.60}"
-        for word in words
-    }
-
-
-def typed_variants(variants: Sequence[str], parameters: Iterable[str]) -> dict[str, str]:
-    """Returns the words of the variants, and those of -p for each."""
-    typed: dict[str, str] = {}
-    for i, word in enumerate(variants):
-        typed |= typed_parameters(parameters, f"/variants/{i}")
-        typed[f"/variants/{i}"] = f"{word:.60}"
-    return typed
-
-
-def typed_tensors(source: Path) -> dict[str, str]:
-    """Returns the names of tensors in a file. A JSON file has the pointers themselves."""
-    if source.suffix == ".json" and not is_checkpoint(source):
-        return {}
-    named = {"/inputs": "{}", "/tensors": "{}", "/layer/tensors": "layer.{}"}
-    return {pointer: f"{name} in {source.name}" for pointer, name in named.items()}

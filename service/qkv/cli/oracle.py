@@ -14,8 +14,6 @@ from qkv.cli.options import (
     SIZES,
     TARGET,
     parse_parameters,
-    typed_flags,
-    typed_parameters,
 )
 from qkv.cli.output import echo
 from qkv.cli.own_variants import add_own_variants
@@ -89,8 +87,7 @@ def oracle(
     ./my_kernel case.safetensors mine.safetensors
     qkv verify softmax case.safetensors mine.safetensors
     """
-    typed = typed_flags(family=family, dtype=dtype, seed=seed, sizes=sizes)
-    with one_line_errors(typed | typed_parameters(parameters)):
+    with one_line_errors():
         check_case_suffix(target)
         tensor_files.check_target(target, CASE_SUFFIXES)
         add_own_variants()

@@ -20,8 +20,6 @@ from qkv.cli.options import (
     URL,
     parse_parameters,
     parse_variant,
-    typed_flags,
-    typed_variants,
 )
 from qkv.cli.output import echo
 from qkv.cli.service import line_width, open_client
@@ -105,8 +103,7 @@ def sweep(
     qkv sweep softmax linear --lengths 256,512,1024 --csv out.csv --plot out.svg
     qkv sweep softmax linear gated --mode decode
     """
-    typed = typed_variants(variants, parameters)
-    with one_line_errors(typed | typed_flags(lengths=lengths, **options)):
+    with one_line_errors():
         _check_targets(csv, plot)
         shared = parse_parameters(parameters)
         chosen = build_choices([parse_variant(word) for word in variants], shared)

@@ -23,8 +23,6 @@ from qkv.cli.options import (
     SIZES,
     drop_unset,
     parse_parameters,
-    typed_flags,
-    typed_parameters,
 )
 from qkv.cli.oracle import check_case_suffix
 from qkv.cli.output import echo
@@ -175,8 +173,7 @@ def _verify_program(
     timeout: float | None,
 ) -> Report:
     """Runs a program on all families."""
-    typed = typed_flags(exec=command, sizes=sizes, seed=seed)
-    with one_line_errors(typed | typed_parameters(parameters)):
+    with one_line_errors():
         add_own_variants()
         from qkv.testing.program import Program
         from qkv.testing.verification import verify_runner
