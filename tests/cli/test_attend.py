@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from click.testing import CliRunner
 
 from qkv import Client
 from qkv.cli.main import main
@@ -23,6 +26,7 @@ from support.commands import (
     assert_same_bits,
     error_of,
     normal,
+    one_error,
     read_tensors,
     stdout_of,
     target_options,
@@ -32,6 +36,7 @@ from support.commands import (
 from support.commands import source as source
 from support.known_requests import Array
 from support.ports import free_port
+from support.processes import TIMEOUT_S
 
 
 @pytest.mark.parametrize("place", TARGETS)
@@ -51,6 +56,28 @@ def test_every_file_format_has_the_same_bits_as_the_client(
     assert f"written to {target}" in printed
     assert "output           float32   2x4x5x3" in printed
     assert list(tmp_path.glob("*.part")) == []
+
+
+@pytest.mark.parametrize("read", SUFFIXES)
+def test_standard_input_and_output_are_files_too(url: str, tmp_path: Path, read: str) -> None:
+    source = write_tensors(tmp_path / f"in{read}", "inputs", tensors())
+    words = [sys.executable, "-m", "qkv", "attend", "softmax", "-", "-o", "-", "--url", url]
+    done = subprocess.run(
+        words, input=source.read_bytes(), capture_output=True, check=True, timeout=TIMEOUT_S
+    )
+    target = tmp_path / "out.json"
+    target.write_bytes(done.stdout)
+    with Client(url) as client:
+        assert_same_bits(read_tensors(target), client.attend("softmax", **tensors()).outputs)
+    assert b"output           float32   2x4x5x3\nweights" in done.stderr
+    assert b"written to standard output\n" in done.stderr
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"PK\x03\x04", b"\x80\x02q"])
+def test_standard_input_without_tensors_is_an_error(url: str, content: bytes) -> None:
+    done = CliRunner().invoke(main, ["attend", "softmax", "-", "-o", "-", "--url", url], content)
+    assert done.exit_code == 1
+    assert one_error(done.stderr).startswith("Error: -: ")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])

@@ -24,7 +24,6 @@ from qkv.cli.options import (
     override_object,
     parse_parameters,
 )
-from qkv.cli.output import echo
 from qkv.cli.service import report, send
 from qkv.client.request_builders import build_message, gradients_path, run_path
 
@@ -85,7 +84,7 @@ def attend(
     Files are .safetensors, .npz or .json. A .json file is the body of a request. A .safetensors
     file may have the fields of a request, as JSON under qkv in its metadata. Flags override the
     fields of the file. An .npz file has no bfloat16: it gets float32, which holds the numbers
-    exactly.
+    exactly. The file - is standard input, or standard output, as JSON.
 
     \b
     qkv attend softmax in.npz -o out.npz -p causal=true -p 'window=[128,0]'
@@ -172,9 +171,9 @@ def _run_file(
         if states.behind is not None:
             response = tensor_files.write_state(states.behind, response, group)
         tensor_files.write(target, replace(response, encoding=message.encoding), group)
-    report(response, target)
     timing = response.fields["timing"]
-    echo(f"{timing['compute_ms']:.3f} ms on {timing['device']} ({timing['backend']})")
+    cost = f"{timing['compute_ms']:.3f} ms on {timing['device']} ({timing['backend']})"
+    report(response, target, [cost])
 
 
 def _parse_weight_form(text: str) -> Any:

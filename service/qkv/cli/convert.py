@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from qkv.cli.options import (
     URL,
     drop_unset,
 )
-from qkv.cli.output import echo
 from qkv.cli.service import report, send
 from qkv.cli.weights_file import read_weights
 from qkv.client.request_builders import build_message
@@ -106,23 +105,22 @@ def convert(
         exact = all(tensor.dtype == "float32" for tensor in response.tensors.values())
         encoding = "lists" if exact and message.encoding == "lists" else "base64"
         tensor_files.write(target, replace(response, encoding=encoding), "tensors")
-    report(response, target)
-    _describe(response.fields)
+    report(response, target, _describe(response.fields))
 
 
-def _describe(fields: Mapping[str, Any]) -> None:
-    """Prints the layouts, the names that were left out, and the check."""
+def _describe(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yields lines on the layouts, the names that were left out, and the check."""
     order = f", rotary order {fields['rotary_order']}" if fields["rotary_order"] else ""
     place = f" at {fields['prefix']}" if fields["prefix"] else ""
-    echo(f"from {fields['from']}{place} to {fields['to']}{order}")
+    yield f"from {fields['from']}{place} to {fields['to']}{order}"
     if ignored := fields["ignored"]:
         more = f" and {len(ignored) - 8} more" if len(ignored) > 8 else ""
-        echo(f"not part of the attention: {', '.join(ignored[:8])}{more}")
+        yield f"not part of the attention: {', '.join(ignored[:8])}{more}"
     # NaN and infinity are strings in JSON
     difference, largest = (
         float(fields["check"][f"largest_absolute_{name}"]) for name in ("difference", "output")
     )
-    echo(
+    yield (
         f"on the same input both layers differ by {difference:.3g} at most; "
         f"the largest output is {largest:.3g}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +14,7 @@ import click
 import httpx
 
 from qkv.cli.output import echo
+from qkv.cli.tensor_files import STANDARD
 from qkv.client.client import Client
 from qkv.client.request_builders import RequestSpec
 from qkv.client.retries import ServiceUnreachable
@@ -60,13 +61,19 @@ def _nothing_sent(url: str, error: Exception) -> click.ClickException:
     return click.ClickException(f"nothing was sent to {url!r}: {error or type(error).__name__}")
 
 
-def report(response: Message, target: Path) -> None:
-    """Prints name, dtype and shape of each tensor, and the file."""
-    for name, tensor in response.tensors.items():
-        echo(f"{name:16} {tensor.dtype:9} {'x'.join(map(str, tensor.shape))}")
-    has_bfloat16 = any(tensor.dtype == "bfloat16" for tensor in response.tensors.values())
+def report(response: Message, target: Path, lines: Iterable[str] = ()) -> None:
+    """Prints name, dtype and shape of each tensor, the file, and further lines: on stderr if
+    stdout has the tensors."""
+    tensors = response.tensors
+    has_bfloat16 = any(tensor.dtype == "bfloat16" for tensor in tensors.values())
     note = " (bfloat16 as float32)" if has_bfloat16 and target.suffix == ".npz" else ""
-    echo(f"written to {target}{note}")
+    place = "standard output" if target == STANDARD else target
+    for line in (
+        *(f"{n:16} {x.dtype:9} {'x'.join(map(str, x.shape))}" for n, x in tensors.items()),
+        f"written to {place}{note}",
+        *lines,
+    ):
+        echo(line, err=target == STANDARD)
 
 
 def line_width() -> int | None:

@@ -1,9 +1,13 @@
-"""Reads and writes files of tensors (.safetensors, .npz and .json) as messages."""
+"""Reads and writes files of tensors (.safetensors, .npz and .json) as messages.
+
+The path `-` is standard input, whose first bytes show its format, or standard output, as JSON.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -24,6 +28,7 @@ from qkv.wire.message import Message
 from qkv.wire.safetensors import LAYER
 
 __all__ = [
+    "STANDARD",
     "SUFFIXES",
     "check_target",
     "needed",
@@ -37,6 +42,8 @@ __all__ = [
 
 STATE: Final = "state."
 """The beginning of the names of a state's tensors."""
+STANDARD: Final = Path("-")
+"""Standard input or output in place of a file."""
 SUFFIXES: Final = (".safetensors", ".npz", ".json")
 _ZIP_HEADS: Final = (b"PK\x03\x04", b"PK\x05\x06")
 """The first bytes of an archive, and of one without members (APPNOTE.TXT 6.3.10, 4.3)."""
@@ -60,7 +67,7 @@ def read(path: Path, group: str, prefix: str | None = None) -> Message:
         OSError: the file cannot be read.
     """
     refuse_torch_file(path)
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in SUFFIXES and path != STANDARD:
         raise _unknown_suffix(path)
     try:
         match path.suffix:
@@ -68,8 +75,10 @@ def read(path: Path, group: str, prefix: str | None = None) -> Message:
                 message = _read_checkpoint(path, group, prefix)
             case ".json":
                 message = json.decode(path.read_bytes(), group)
-            case _:
+            case ".npz":
                 message = _decode_npz(path.read_bytes(), group, prefix)
+            case _:
+                message = _decode(sys.stdin.buffer.read(), group, prefix)
     except QkvError as error:
         if str(path) not in error.detail:
             error.detail = f"{path}: {error.detail}"
@@ -77,6 +86,15 @@ def read(path: Path, group: str, prefix: str | None = None) -> Message:
     if group == "inputs":
         message.layer = needed(message.layer, _prefix_of(message.fields, prefix), "/layer")
     return message
+
+
+def _decode(content: bytes, group: str, prefix: str | None) -> Message:
+    """Decodes the content of a file without a name."""
+    if content.startswith(_ZIP_HEADS):
+        return _decode_npz(content, group, prefix)
+    if content[:64].lstrip()[:1] == b"{":
+        return json.decode(content, group)
+    return safetensors.decode(content, group)
 
 
 def read_request(path: Path, prefix: str | None = None, *, has_gradient: bool = False) -> Message:
@@ -135,7 +153,7 @@ def _read_checkpoint(path: Path, group: str, prefix: str | None) -> Message:
 
 
 def write(path: Path, message: Message, group: str) -> None:
-    """Writes a file, whole or not at all.
+    """Writes a file, whole or not at all; JSON on standard output.
 
     An .npz file has the tensors only, and bfloat16 as float32, which holds the numbers exactly.
 
@@ -143,6 +161,9 @@ def write(path: Path, message: Message, group: str) -> None:
         InvalidContent: the suffix is unknown.
         OSError: the file cannot be written.
     """
+    if path == STANDARD:
+        sys.stdout.buffer.writelines(json.encode(message, group))
+        return
     match path.suffix:
         case ".safetensors":
             chunks = safetensors.encode(message, group)
@@ -206,6 +227,8 @@ def replace_file(path: Path, chunks: Iterable[Chunk]) -> None:
 
 def check_target(path: Path, suffixes: Sequence[str] = SUFFIXES) -> None:
     """Raises before a run the errors that `write` would raise after it."""
+    if path == STANDARD and ".json" in suffixes:
+        return
     if path.suffix not in suffixes:
         raise _unknown_suffix(path, suffixes)
     if path.is_dir():
