@@ -11,11 +11,14 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from qkv.client.async_connections import AsyncConnections, exchange
 from qkv.client.comparison import Comparison
+from qkv.client.connections import (
+    AsyncConnections,
+    RequestTemplates,
+    new_async_transport,
+)
 from qkv.client.detect_requests import build_detect
 from qkv.client.detected import Detected
-from qkv.client.direct_transport import RequestTemplates, ssl_context, transport_of
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, aiter_events
 from qkv.client.lists import has_lists, input_dtypes, lists_to_arrays
@@ -62,19 +65,13 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._url = service_url(url)
-
-        def new_http() -> httpx.AsyncClient:
-            return httpx.AsyncClient(
-                base_url=self._url,
-                headers=auth_header(api_key),
-                timeout=timeout,
-                transport=transport,
-                verify=ssl_context(),
-            )
-
-        self._http = new_http()
-        # a transport of the caller's has its own connections
-        self._connections = AsyncConnections(new_http) if transport is None else None
+        self._transport = transport or AsyncConnections(self._url)
+        self._http = httpx.AsyncClient(
+            base_url=self._url,
+            headers=auth_header(api_key),
+            timeout=timeout,
+            transport=transport or new_async_transport(self._url),  # of streams
+        )
         self._templates = RequestTemplates(self._http)
         self._retries = retries
         self._catalogue: list[dict[str, Any]] = []  # read before the first list
@@ -229,8 +226,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Closes the connections."""
         await self._http.aclose()
-        if self._connections is not None:
-            await self._connections.close()
+        await self._transport.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -262,12 +258,13 @@ class AsyncClient:
         """Returns the response to one request."""
         request = self._templates.build(spec)
         try:
-            if self._connections is not None:
-                return await self._connections.exchange(request)
-            return await exchange(transport_of(self._http), request)
+            response = await self._transport.handle_async_request(request)
+            response.request = request
+            await response.aread()
         except httpx.RequestError as error:
             error.request = request
             raise
+        return response
 
     async def stream(self, spec: StreamSpec) -> AsyncGenerator[ServerSentEvent]:
         """Yields the events of a response. Retries only until the first event."""

@@ -10,9 +10,9 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from qkv.client.comparison import Comparison
+from qkv.client.connections import RequestTemplates, new_transport
 from qkv.client.detect_requests import build_detect
 from qkv.client.detected import Detected
-from qkv.client.direct_transport import RequestTemplates, ssl_context, transport_of
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, iter_events
 from qkv.client.lists import has_lists, input_dtypes, lists_to_arrays
@@ -72,14 +72,13 @@ class Client:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._url = service_url(url)
+        self._transport = transport or new_transport(self._url)
         self._http = httpx.Client(
             base_url=self._url,
             headers=auth_header(api_key),
             timeout=timeout,
-            transport=transport,
-            verify=ssl_context(),
+            transport=self._transport,
         )
-        self._transport: httpx.BaseTransport = transport_of(self._http)
         self._templates = RequestTemplates(self._http)
         self._retries = retries
         self._catalogue: list[dict[str, Any]] = []  # read before the first list

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from qkv import AsyncClient, Client, ServiceUnreachable, errors
-from qkv.client.direct_transport import _MAX_TEMPLATES, RequestTemplates, transport_of
+from qkv.client.connections import _MAX_TEMPLATES, RequestTemplates
 from qkv.client.request_builders import RequestSpec, build_attend
 from support.clients import in_asyncio, numbers
 from support.processes import TIMEOUT_S
@@ -41,15 +41,6 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-
-
-@pytest.mark.parametrize("kind", [httpx.Client, httpx.AsyncClient])
-def test_httpx_still_has_the_member(kind: Any) -> None:
-    """`_transport_for_url` is not documented: if httpx drops it, `transport_of` must change."""
-    http = kind(base_url="http://127.0.0.1:1")
-    assert callable(http._transport_for_url)
-    base = httpx.BaseTransport if kind is httpx.Client else httpx.AsyncBaseTransport
-    assert isinstance(transport_of(http), base)
 
 
 def test_given_transport_is_used(server: Server) -> None:
