@@ -6,13 +6,13 @@ source. It shares no code with the service's runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 from torch.nn.functional import linear
 
-__all__ = ["Attend", "Embeddings", "project_output"]
+__all__ = ["Attend", "Embeddings", "project_inputs", "project_output"]
 
 Embeddings = tuple[Tensor, Tensor, Tensor]
 """The embeddings (L, M) of query, key and value."""
@@ -32,6 +32,16 @@ class Attend(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Returns the output with heads side by side, from inputs with heads side by side."""
+
+
+def project_inputs(
+    embeddings: Embeddings, tensors: Mapping[str, Tensor], names: Sequence[str]
+) -> list[Tensor]:
+    """Returns query, key and value (L, X) of three modules of nn.Linear with these names."""
+    return [
+        linear(x_LM, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+        for x_LM, name in zip(embeddings, names, strict=True)
+    ]
 
 
 def project_output(attended_LX: Tensor, tensors: Mapping[str, Tensor], name: str) -> Tensor:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.nn.functional import linear
 
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.forward_parts import Attend, Embeddings, project_inputs, project_output
 from qkv.attention.layers.layer_weights import Weights, linear_tensors, named
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
@@ -47,9 +46,6 @@ def forward(
 ) -> Tensor:
     """Runs the module as transformers does."""
     attended = attend(
-        *(
-            linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
-            for x, name in zip(embeddings, ("self.query", "self.key", "self.value"), strict=True)
-        ),
+        *project_inputs(embeddings, tensors, ("self.query", "self.key", "self.value"))
     )
     return project_output(attended, tensors, "output.dense")

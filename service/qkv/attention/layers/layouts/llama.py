@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.nn.functional import linear
 
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.forward_parts import Attend, Embeddings, project_inputs, project_output
 from qkv.attention.layers.layer_weights import ALL, Weights, linear_tensors, named
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
@@ -70,10 +69,7 @@ def forward(
 ) -> Tensor:
     """Runs the module as transformers does."""
     attended = attend(
-        *(
-            linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
-            for x, name in zip(embeddings, ("q_proj", "k_proj", "v_proj"), strict=True)
-        ),
+        *project_inputs(embeddings, tensors, ("q_proj", "k_proj", "v_proj")),
         query_norm=tensors.get("q_norm.weight"),
         key_norm=tensors.get("k_norm.weight"),
         sinks=tensors.get("sinks"),

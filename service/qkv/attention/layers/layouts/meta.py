@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.nn.functional import linear
 
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.forward_parts import Attend, Embeddings, project_inputs, project_output
 from qkv.attention.layers.layer_weights import Weights, linear_tensors, named
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
@@ -39,10 +38,5 @@ def forward(
     tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
 ) -> Tensor:
     """Runs the module as Meta's code does."""
-    attended = attend(
-        *(
-            linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
-            for x, name in zip(embeddings, ("wq", "wk", "wv"), strict=True)
-        ),
-    )
+    attended = attend(*project_inputs(embeddings, tensors, ("wq", "wk", "wv")))
     return project_output(attended, tensors, "wo")

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.nn.functional import linear
 
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.forward_parts import Attend, Embeddings, project_inputs, project_output
 from qkv.attention.layers.layer_weights import ROLES, Weights, named
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
@@ -42,10 +41,5 @@ def forward(
     tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
 ) -> Tensor:
     """Runs the layer as in listing 3.2."""
-    attended = attend(
-        *(
-            linear(x, tensors[f"W_{role}.weight"], tensors.get(f"W_{role}.bias"))
-            for x, role in zip(embeddings, ROLES, strict=True)
-        )
-    )
+    attended = attend(*project_inputs(embeddings, tensors, [f"W_{role}" for role in ROLES]))
     return project_output(attended, tensors, "W_output")
