@@ -79,7 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device=f"cpu, {options.threads} threads",
         seed=str(options.seed),
         requests=f"{len(results):,}",
-        rows_not_compared=str(sum(errors.excluded_rows for errors in results.values())),
     )
     tables = build_tables(results, options.seed)
     finish(Results("make accuracy", header, tables), PAGE, options)

@@ -22,7 +22,7 @@ from service import Service, running_service
 from tables import DOCS, Results, add_options, describe_machine, finish
 from torch import Tensor
 
-from qkv.attention.variants import softmax
+from qkv.attention.catalogue import find
 from qkv.client.request_builders import build_attend
 from qkv.server.process import usable_cpus
 
@@ -81,7 +81,9 @@ def build_form(address: tuple[str, int], shape: str, name: str) -> Form:
         timeout=_TIMEOUT_S,
     )
     output = spec.parse(response).output
-    expected = softmax.reference(softmax.Call(*heads_BHLD)).output
+    query, key, value = heads_BHLD
+    arguments = {"query_BHLD": query, "key_BGSD": key, "value_BGSE": value}
+    expected = find("softmax").reference(**arguments).output
     assert expected is not None
     _check(output, expected.transpose(1, 2).flatten(-2) if layer else expected, heads_BHLD[2])
     request = BenchRequest(

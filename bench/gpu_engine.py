@@ -176,8 +176,10 @@ def _is_right(job: Job, result: Result) -> bool:
         torch.from_numpy(job.tensors[name].numpy().astype(np.float64))
         for name in ("query", "key", "value")
     ]
-    module = job.plan.variant.module
-    expected = module.reference(module.Call(*inputs)).output.numpy()
+    variant = job.plan.variant
+    arguments = [i.argument for i in variant.inputs.values()]
+    named = dict(zip(arguments, inputs, strict=False))
+    expected = variant.reference(**named).output.numpy()
     found = result.outputs["output"].numpy().astype(np.float64)
     *_, S, D = inputs[2].shape
     # the sums are in float32; weights and outputs are rounded to the dtype

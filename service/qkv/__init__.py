@@ -57,10 +57,10 @@ __all__ = [
 
 
 def reference(variant: str, /, **inputs_and_parameters: Any) -> Run:
-    """Computes a variant by its plain float64 reference, in this process, without a service.
+    """Computes a variant by its float64 reference, in this process, without a service.
 
     The tests of qkv compare the variant with this result. The reference is plain and slow: it
-    makes whole matrices. A variant without a reference runs in float64.
+    computes all steps of the variant. A variant without steps runs in float64.
 
     Args:
         variant: its name, for instance "softmax".

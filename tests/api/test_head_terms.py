@@ -16,6 +16,7 @@ from qkv.wire import safetensors
 from qkv.wire.message import Message
 from support.json_requests import LEADS, post, run_request, tensors
 from support.known_requests import DTYPES, Array, as_array, as_json, assert_problem
+from support.references import reference_of
 from support.service import Server
 
 PARAMETERS: Final = {"causal": True, "query_offset": "end"}
@@ -31,7 +32,7 @@ def terms(rank: int, seed: int, dtype: str = "float32") -> dict[str, Any]:
     return {n: draw.normal(size=heads).astype(DTYPES[dtype]) for n in ("alibi_slopes", "sinks")}
 
 
-def truth(inputs: dict[str, Any], rank: int) -> softmax.Softmax:
+def truth(inputs: dict[str, Any], rank: int) -> Any:
     """Returns the outputs of the reference, with the axes of the request."""
     query, key, value = (
         torch.from_numpy(inputs[n][(None,) * (4 - rank)] if rank != 3 else inputs[n][:, None])
@@ -40,7 +41,7 @@ def truth(inputs: dict[str, Any], rank: int) -> softmax.Softmax:
     slopes, sinks = (
         torch.from_numpy(inputs[n].astype(np.float64)) for n in ("alibi_slopes", "sinks")
     )
-    return softmax.reference(
+    return reference_of(
         softmax.Call(
             query, key, value, alibi_slopes_H=slopes, sinks_H=sinks, causal=True, query_offset="end"
         )

@@ -316,8 +316,10 @@ def test_default_weights_of_half_precision_are_float32(load: Load) -> None:
 
 WRONG: Final = {
     "accuracy": PLAIN.replace("query @", "query.float().to(query.dtype) * 1.01 @")
-    + "def reference(query, key, value):\n"
-    "    return NamedTuple('R', [('output', Tensor)])(attend(query / 1.01 / 1.01, key, value))\n",
+    + "from qkv.attention.step import Step\n"
+    "STEPS = (Step('output', 'B H L E', None, 'Right.'),)\n"
+    "def steps(query, key, value):\n"
+    "    return {'output': attend(query / 1.01 / 1.01, key, value)}\n",
     "weights": PLAIN.replace("@ value.", "@ value.square()."),
     "steps": PLAIN + "from qkv.attention.step import Step\n"
     "STEPS = (Step('output', 'B H L E', None, 'Too large.'),)\n"

@@ -12,6 +12,7 @@ from qkv.attention.layers.projection import apply, split_heads
 from qkv.attention.variants import softmax
 from support.checked_softmax import OUTPUT
 from support.minilm import SENTENCES, activations, embedding_of, layer_weights
+from support.references import reference_of
 from support.tolerances import assert_within, bounds
 
 # the first test imports transformers, which takes 3 s
@@ -25,7 +26,7 @@ def test_softmax_reproduces_the_attention_of_each_layer() -> None:
     for each in activations():
         inputs = each.query_BHLD, each.key_BGSD, each.value_BGSE
         call = softmax.Call(*inputs)
-        truth = softmax.reference(call)
+        truth = reference_of(call)
         bound = bounds(*inputs, None, {}, truth).output
         assert_within(softmax.attend(call, OUTPUT).output, truth.output, bound)
         assert_within(each.context_BHLE, truth.output, bound)

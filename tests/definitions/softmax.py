@@ -29,11 +29,11 @@ def softmax(
     share = np.exp(sinks - np.where(np.isinf(top), 0, top)) if sinks < np.inf else 1
     a = a / np.maximum(a.sum(-1, keepdims=True) + share, np.finfo(float).tiny)
     if dropout:
-        a = a * _kept(dropout, seed, plane, L, S) / (1 - dropout)
+        a = a * kept(dropout, seed, plane, L, S) / (1 - dropout)
     return {"output": a @ value, "weights": a, "scores": s}
 
 
-def _kept(dropout: float, seed: int, plane: int, L: int, S: int) -> Any:
+def kept(dropout: float, seed: int, plane: int, L: int, S: int) -> Any:
     """Returns the pairs that dropout keeps: a hash of seed, head, row and key, in 32 bits."""
 
     def mix(x: Any) -> Any:

@@ -124,15 +124,16 @@ def test_extremes_are_the_definition(name: str) -> None:
     inputs, parameters = extreme(name)
     tensors = {variant.inputs[n].argument: torch.from_numpy(x) for n, x in inputs.items()}
     truth = defined(variant, tensors | parameters)
-    found = variant.attend(**tensors, **parameters, outputs=frozenset({"output", "weights"}))
-    for n in ("output", "weights"):
-        assert getattr(truth, n).isfinite().all()
-        size = float(getattr(truth, n).abs().max())
-        # a score of 1e6 has an error of 1e-10, and so has its exponential
-        close = 1e-9 if name in ("softmax", "sigmoid", "efficient", "taylor") else 1e-13
-        torch.testing.assert_close(
-            getattr(found, n), getattr(truth, n), rtol=close, atol=close * size
-        )
+    attended = variant.attend(**tensors, **parameters, outputs=frozenset({"output", "weights"}))
+    for found in (attended, variant.reference(**tensors, **parameters)):
+        for n in ("output", "weights"):
+            assert getattr(truth, n).isfinite().all()
+            size = float(getattr(truth, n).abs().max())
+            # a score of 1e6 has an error of 1e-10, and so has its exponential
+            close = 1e-9 if name in ("softmax", "sigmoid", "efficient", "taylor") else 1e-13
+            torch.testing.assert_close(
+                getattr(found, n), getattr(truth, n), rtol=close, atol=close * size
+            )
 
 
 @each("name", [*CASES])
@@ -146,7 +147,39 @@ def test_output_behind_a_state_is_the_definition(name: str, lengths: list[int] |
         after["key_lengths"] = np.array(lengths)
     state = state_of(run(case, before, parameters={"chunk": 16}, outputs=BOTH))
     assert state["state.tail_length"].tolist() == [15, 15, 15]
-    found = run(case, after | state, parameters={"chunk": 16}, outputs=["output", "weights"])
+    attended = run(case, after | state, parameters={"chunk": 16}, outputs=["output", "weights"])
+    stepped = run(case, after | state, "reference", parameters={"chunk": 16})
     truth = define(case.variant, after | state, **case.parameters)
-    for n in ("output", "weights"):
-        np.testing.assert_allclose(found[n], truth[n], rtol=1e3 * EPS, atol=1e3 * EPS, err_msg=n)
+    for n in truth.keys() & stepped.keys():
+        for found in (attended, stepped) if n in attended else (stepped,):
+            np.testing.assert_allclose(
+                found[n], truth[n], rtol=1e3 * EPS, atol=1e3 * EPS, err_msg=n
+            )
+
+
+@each("name", [*CASES])
+def test_extremes_behind_a_state_are_the_definition(name: str) -> None:
+    """Keys of `linear` and `efficient` rise or are far below 0, and other numbers are huge."""
+    case = CASES[name]
+    inputs, place = tokens(4, 40, case, B=2, heads=(4, 2, 2)), np.arange(40)[:, None]
+    inputs["value"] *= 1e200
+    if case.variant == "linear":
+        inputs |= {n: 50 * inputs[n] - 300 for n in ("query", "key")}
+    elif case.variant == "efficient":
+        inputs["key"] += 100 * place
+    elif case.variant == "taylor":
+        inputs |= {n: inputs[n] * 1e200 for n in ("query", "key")}
+    elif "log_decay" in inputs:
+        inputs["log_decay"] *= 300
+    before = {n: x[:, :, :25] for n, x in inputs.items()}
+    after = {n: np.ascontiguousarray(x[:, :, 25:]) for n, x in inputs.items()}
+    options = {"chunk": 16}
+    state = state_of(run(case, before, parameters=options, outputs=BOTH))
+    attended = run(case, after | state, parameters=options, outputs=["output", "weights"])
+    stepped = run(case, after | state, "reference", parameters=options)
+    truth = define(case.variant, after | state, **case.parameters)
+    for found in (attended, stepped):
+        for n in ("output", "weights"):
+            size = np.abs(truth[n]).max()
+            assert np.isfinite(size)
+            np.testing.assert_allclose(found[n], truth[n], rtol=1e-12, atol=1e-12 * size, err_msg=n)

@@ -18,6 +18,7 @@ from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
 from support.engines import EngineRunner, bits, job_of, plain
 from support.examples import examples
+from support.references import reference_of
 from support.softmax_requests import Request, requests
 from support.tolerances import assert_within, bounds
 
@@ -228,9 +229,7 @@ def test_stacked_jobs_match_the_reference(
     for request, result, one in zip(members, found, alone, strict=True):
         assert result.batch_size == len(jobs)
         query, key, value, mask, lengths = request.tensors()
-        truth = softmax.reference(
-            softmax.Call(query, key, value, mask, lengths, **request.parameters)
-        )
+        truth = reference_of(softmax.Call(query, key, value, mask, lengths, **request.parameters))
         bound = bounds(query, key, value, mask, request.parameters, truth)
         for name, raw in result.outputs.items():
             assert raw.dtype == one.outputs[name].dtype

@@ -16,6 +16,7 @@ import qkv
 from qkv.attention.variants import linear
 from qkv.models.substitution import SubstituteWarning
 from qkv.models.variants import VariantFunction
+from support.references import reference_of
 from support.service import Server
 
 EPS = torch.finfo(torch.float32).eps
@@ -88,7 +89,7 @@ def test_chosen_layer_runs_the_variant_and_others_their_own_attention() -> None:
     own = [call.run(outputs=["output"]).output for call in calls]
     assert error(calls[0].output, own[0]) < 16 * EPS
     query, key, value = (t.double() for t in (calls[1].query, calls[1].key, calls[1].value))
-    expected = linear.reference(linear.Call(query, key, value))
+    expected = reference_of(linear.Call(query, key, value))
     assert expected.output is not None
     assert error(calls[1].output, expected.output) < 16 * EPS
     (row,) = report.rows

@@ -77,6 +77,12 @@ BROKEN: Final = {
         HEAD + f'WEIGHTS = "odd"\ndef attend({QUERY}) -> {RETURNS}:\n    return query\n',
         "'odd'",
     ),
+    "b_reference": (
+        HEAD
+        + f"def attend({QUERY}) -> {RETURNS}:\n    return query\n"
+        + "def reference(query):\n    return query\n",
+        "it has `reference`, which nothing calls: expected STEPS and `steps`",
+    ),
     "b_slots": (
         HEAD
         + "from dataclasses import dataclass\n@dataclass(frozen=True, slots=True)\nclass Call:\n"
@@ -111,6 +117,9 @@ import torch
 from jaxtyping import Float, Float32, Float64
 from pydantic import Field
 from torch import Tensor
+
+from qkv.attention.common.score_steps import input_steps
+from qkv.attention.step import Step
 
 FORMULA: Final = "A = gain / S; output = A V"
 PAPER: Final = "none"
@@ -167,13 +176,22 @@ def weights(
     return rows_of
 
 
-def reference(
+STEPS = (
+    *input_steps(None, None, None),
+    Step("weights", "B H L S", None, "Gain over the number of keys.", rows="L"),
+    Step("output", "B H L E", None, "The weights times the values.", rows="L"),
+)
+
+
+def steps(
     query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, *, gain: float = 1.0
-) -> Uniform:
+) -> dict[str, Tensor]:
     """Computes the textbook's line."""
     (B, H, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
-    weights = torch.ones(B, H, L, S, dtype=torch.float64) / S * gain
-    return Uniform(weights @ value_BGSE.double().repeat_interleave(H // G, 1), weights)
+    weights = torch.full((B, H, L, S), gain / S, dtype=torch.float64)
+    output = weights @ value_BGSE.repeat_interleave(H // G, 1)
+    inputs = {"query": query_BHLD, "key": key_BGSD, "value": value_BGSE}
+    return {**inputs, "weights": weights, "output": output}
 '''
 
 

@@ -15,6 +15,7 @@ import torch
 
 from qkv.attention.variants import softmax
 from qkv.errors import QkvError
+from support.references import reference_of
 
 Array = np.ndarray[Any, Any]
 
@@ -156,7 +157,7 @@ class Case:
         assert outputs.keys() == set(self.outputs)
         lifted = {name: self._lifted(name) for name in self.inputs}
         arguments: dict[str, Any] = {ARGUMENTS[n]: t for n, t in lifted.items()} | self.parameters
-        exact = softmax.reference(softmax.Call(**arguments))
+        exact = reference_of(softmax.Call(**arguments))
         query, key, value = (lifted[n].double().abs() for n in ("query", "key", "value"))
         scale = self.parameters.get("scale")
         summed = float((query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT).max())

@@ -16,6 +16,7 @@ from qkv.attention.variants import gated, mean, taylor
 from support.dtypes import exact_dtype
 from support.head_terms import alibi
 from support.linformer_reference import random_projection
+from support.references import reference_of
 from support.tolerances import bounds as softmax_bounds
 
 __all__ = ["BOUNDS", "bounds_of", "efficient_roundings", "is_near", "mean_roundings"]
@@ -220,7 +221,7 @@ def _gated(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str, Te
     if (decay := tensors.get("log_decay_BTSZ")) is not None:
         sizes["log_decay_BTSZ"] = decay
         close += min(104.0, float(decay.double().abs().sum(2).max()))
-    mass = gated.reference(gated.Call(**sizes, **parameters))
+    mass = reference_of(gated.Call(**sizes, **parameters))
     least = exact.tiny * (1 + float(value.abs().max())) * query.shape[2] * query.shape[3]
     found = {
         n: close * exact.eps * getattr(mass, n).abs() + least

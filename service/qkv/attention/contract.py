@@ -92,11 +92,11 @@ def _shapes_and_dtypes(variant: Variant) -> str:
 
 
 def _accuracy(variant: Variant) -> str:
-    """Checks `attend` against `reference`, or each dtype against float64 without one.
+    """Checks `attend` against `steps`, or each dtype against float64 without them.
 
     A sum of n products is off by n roundings of its largest term at most.
     """
-    has_reference, worst = hasattr(variant.module, "reference"), 0.0
+    worst = 0.0
     for dtype in dtypes_of(variant):
         sizes, tensors = sample(variant, dtype)
         output = variant.attend(**tensors, outputs=_OUTPUT).output.double()
@@ -109,11 +109,11 @@ def _accuracy(variant: Variant) -> str:
         if not error <= bound:
             raise Violation(
                 f"output in {_short(dtype)} is off by {error:.1e}: expected at most {bound:.1e} "
-                f"from {'`reference`' if has_reference else 'float64'}"
+                f"from {'`steps`' if variant.steps else 'float64'}"
             )
         worst = max(worst, error / bound)
     _check_every_output(variant)
-    source = "`reference`" if has_reference else "attend in float64 (there is no `reference`)"
+    source = "`steps`" if variant.steps else "attend in float64 (there are no `steps`)"
     return f"against {source}: {worst:.2f} of the tolerance"
 
 
@@ -127,7 +127,7 @@ def _check_every_output(variant: Variant) -> None:
         if (expected := getattr(truth, name, None)) is None:
             continue
         if not torch.allclose(getattr(result, name), expected.double(), rtol=close, atol=close):
-            raise Violation(f"{name} differs from `reference` in more than half of the digits")
+            raise Violation(f"{name} differs from `steps` in more than half of the digits")
 
 
 def _weights(variant: Variant) -> str | None:

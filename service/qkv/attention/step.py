@@ -37,6 +37,7 @@ class Step(NamedTuple):
         rows: the letter of the axis whose rows a reader follows one by one; None: there is none.
         needs: the step exists if the request has one of these inputs, or a value of one of these
             parameters other than None, False and 0; empty: it always exists.
+        output: the output of `attend` that it is, if not the one of its name.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Step(NamedTuple):
     summary: str
     rows: str | None = None
     needs: tuple[str, ...] = ()
+    output: str | None = None
 
     @property
     def dtypes(self) -> tuple[str, ...]:

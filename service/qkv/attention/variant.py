@@ -17,12 +17,14 @@ from typing import Any, Final
 
 import orjson
 import pydantic
+import torch
 from torch import Tensor
 
 from qkv.attention import defaults, variant_file
 from qkv.attention.call import attend_by_fields, new_call
 from qkv.attention.identity_weights import IdentityWeights
 from qkv.attention.json_integers import takes_integers, to_integer
+from qkv.attention.reference import Reference
 from qkv.attention.signature import STATE, TAIL, VERSION, Input, Output, State
 from qkv.attention.step import STEPS, Step
 from qkv.errors import InvalidContent, format_value, pointer_to
@@ -206,21 +208,26 @@ class Variant:
         return partial(defaults.backward_by_autograd, self._compute_output, self.inputs)
 
     def reference(self, **arguments: Any) -> Any:
-        """Computes the outputs in float64, for tests: by the file's `reference`, else by `attend`.
+        """Computes the outputs in float64: by the file's `steps`, else by `attend`.
 
         Args:
-            **arguments: as `attend` takes them, in any dtype, on the CPU.
+            **arguments: as `attend` takes them, in any dtype.
         """
-        if hasattr(self.module, "reference"):
-            reference = self.module.reference
-            if self.call is not None:
-                return reference(new_call(self.call, arguments))
-            return reference(**arguments)
-        wide = {
-            n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
-            for n, v in arguments.items()
-        }
-        return self.attend(**wide, outputs=frozenset(self.outputs))
+        wide = {n: _to_float64(x) for n, x in self.random_inputs(arguments).items()}
+        if not self.steps:
+            return self.attend(**wide, outputs=frozenset(self.outputs))
+        if self.takes_plane and wide.get("plane_BH") is None:
+            query = wide[self.inputs["query"].argument]
+            B, H = query.shape[:2]
+            wide["plane_BH"] = torch.arange(B * H, device=query.device).view(B, H)
+        return self._step_reference.run(wide)
+
+    @cached_property
+    def _step_reference(self) -> Reference:
+        return Reference(
+            partial(self._run, self.module.steps), self.steps, self.inputs, self.outputs,
+            self.state, "query_offset" in self.parameters.model_fields,
+        )  # fmt: skip
 
     def compute_steps(self, **arguments: Any) -> dict[str, Tensor]:
         """Computes the steps in float64, by the names of their outputs.
@@ -406,6 +413,14 @@ class Variant:
     @cached_property
     def _defaults(self) -> pydantic.BaseModel:
         return self.parameters()
+
+
+def _to_float64(x: Any) -> Any:
+    """Returns floating tensors, also those of a state, in float64; anything else as it is."""
+    if isinstance(x, Tensor):
+        return x.double() if x.is_floating_point() else x
+    is_state = isinstance(x, tuple) and hasattr(x, "_fields")
+    return type(x)(*map(_to_float64, x)) if is_state else x
 
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

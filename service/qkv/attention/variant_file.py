@@ -158,7 +158,12 @@ def check_texts(module: ModuleType) -> None:
         isinstance(text, str) and text for item in refuses.items() for text in item
     ):
         raise BrokenRule("REFUSES is wrong: expected a dictionary from parameter names to reasons")
-    for name in ("weights", "reference", "backward", "flops"):
+    if hasattr(module, "reference"):
+        raise BrokenRule(
+            "it has `reference`, which nothing calls: expected STEPS and `steps`, whose last step "
+            "is the output; delete `reference`, or write it as them"
+        )
+    for name in ("weights", "steps", "backward", "flops"):
         if not callable(getattr(module, name, len)):
             raise BrokenRule(f"{name} is no function")
 

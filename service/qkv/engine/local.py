@@ -76,7 +76,7 @@ def gradients(variant: str, message: Message) -> Message:
 def reference(variant: str, message: Message) -> Message:
     """Computes all outputs of a variant by its float64 reference, on the CPU.
 
-    A variant without a reference of its own runs in float64.
+    A variant without steps runs in float64.
 
     Args:
         variant: its name.

@@ -78,7 +78,7 @@ class Call:
     def exact_inputs(self) -> dict[str, Tensor]:
         """The inputs in float64, with zeros for NaN: a right function does not see the NaN."""
         return {
-            n: x.double().nan_to_num(0.0) if x.is_floating_point() else x
+            n: x.double().nan_to_num(0.0, torch.inf, -torch.inf) if x.is_floating_point() else x
             for n, x in self.inputs.items()
         }
 

@@ -39,6 +39,8 @@ def has_derivation(call: Call) -> bool:
 def find_truth(call: Call, gradients: bool = False) -> Truth:
     """Returns the exact results of a call, from the variant's float64 reference.
 
+    Its gradients are those of autograd.
+
     Args:
         call: the call.
         gradients: True to add those of the required inputs.

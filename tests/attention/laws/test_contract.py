@@ -55,7 +55,7 @@ def test_catalogue_has_every_text_of_a_variant(variant: Variant) -> None:
 def test_shipped_variant_has_every_part(variant: Variant) -> None:
     if not Path(variant.module.__file__ or "").is_relative_to(ROOT):
         pytest.skip("the project does not ship it")
-    for function in ("attend", "weights", "reference", "backward", "flops"):
+    for function in ("attend", "weights", "steps", "backward", "flops"):
         assert callable(getattr(variant.module, function))
     assert "not given" not in (variant.formula, variant.paper, variant.cost)
     assert variant.stackable_below > 0

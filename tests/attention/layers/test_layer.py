@@ -16,6 +16,7 @@ import torch
 from qkv.attention.variants import softmax
 from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json, assert_problem
 from support.processes import TIMEOUT_S
+from support.references import reference_of
 from support.service import Server
 
 ROLES: Final = ("query", "key", "value")
@@ -68,7 +69,7 @@ class Layered:
             projected[role] = split(x @ w + b, count)
             sums[role] = split(np.abs(x) @ np.abs(w) + np.abs(b), count)
         query, key, value = (torch.from_numpy(projected[role]) for role in ROLES)
-        exact = softmax.reference(softmax.Call(query, key, value, causal=self.causal))
+        exact = reference_of(softmax.Call(query, key, value, causal=self.causal))
         widest = max(len(w) for w in self.weights.values())
         D, S = query.shape[-1], key.shape[-2]
         grouped = sums["key"].repeat(query.shape[1] // key.shape[1], axis=1)

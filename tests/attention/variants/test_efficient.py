@@ -22,6 +22,7 @@ from support.agreement import assert_agrees
 from support.each import each
 from support.examples import examples
 from support.peak_memory import needs_proc, peaks
+from support.references import reference_of
 from support.variant_bounds import efficient_roundings as roundings
 
 BOTH: Final = frozenset({"output", "weights"})
@@ -145,7 +146,7 @@ def test_extreme_queries_and_keys(dtype: torch.dtype, causal: bool, least: bool)
     value = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=dtype)
     query, value = (signs * big)[None, None], value[None, None]
     output, weights = attended(query, query, value, causal=causal)
-    truth = efficient.reference(efficient.Call(query, query, value, causal=causal))
+    truth = reference_of(efficient.Call(query, query, value, causal=causal))
     close = 32 * torch.finfo(exact(dtype)).eps
     assert truth.weights is not None
     torch.testing.assert_close(weights, truth.weights, rtol=close, atol=0)

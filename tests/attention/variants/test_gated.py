@@ -19,6 +19,7 @@ from qkv.attention.variants import gated
 from support.each import each
 from support.examples import examples
 from support.peak_memory import needs_proc, peaks
+from support.references import reference_of
 from support.variant_bounds import bounds_of, is_near
 
 OUTPUT: Final = frozenset({"output"})
@@ -37,7 +38,7 @@ def attend(*tensors: Any, **parameters: Any) -> Tensor:
 
 def reference(*tensors: Any, **parameters: Any) -> Tensor:
     """Returns the output of the reference."""
-    output = gated.reference(gated.Call(*tensors, **parameters)).output
+    output: Tensor = reference_of(gated.Call(*tensors, **parameters)).output
     assert output is not None
     return output
 
@@ -213,7 +214,7 @@ def test_float64_is_within_its_bound_after_resets(
     }
     if rule == "gated_delta":
         tensors["beta_BTS"] = torch.sigmoid(normal(4, 1, 2, S))
-    truth = gated.reference(gated.Call(**tensors, rule=rule))
+    truth = reference_of(gated.Call(**tensors, rule=rule))
     bounds = bounds_of("gated", tensors, {"rule": rule}, truth)
     found = gated.attend(gated.Call(**tensors, rule=rule), EVERY)
     for name in EVERY:

@@ -15,6 +15,7 @@ from qkv.errors import InvalidContent
 from qkv.tensors import DTYPES, RawTensor
 from qkv.wire.message import Message
 from support.each import each
+from support.references import reference_of
 from support.seen_weights import largest_weights
 from support.small_blocks import small_blocks
 
@@ -77,7 +78,7 @@ def test_gates_omit_the_axes_that_the_query_omits(rank: int, channels: tuple[int
         full = {n: x[None, None] for n, x in full.items()}
     if not channels:
         full["log_decay"] = full["log_decay"][..., None]
-    truth = gated.reference(gated.Call(*full.values(), rule="gated_delta"))
+    truth = reference_of(gated.Call(*full.values(), rule="gated_delta"))
     for name in ("output", "weights"):
         expected = getattr(truth, name).numpy()
         np.testing.assert_allclose(

@@ -18,6 +18,7 @@ from qkv.wire.message import Message
 from support.agreement import assert_agrees
 from support.each import each
 from support.peak_memory import needs_proc, peaks
+from support.references import reference_of
 
 BOTH: Final = frozenset({"output", "weights"})
 OUTPUT: Final = frozenset({"output"})
@@ -112,8 +113,8 @@ def test_small_values_with_small_features_keep_their_precision(
     value[..., 0] = 0
     value[..., 1] = 1
     found = linear.attend(linear.Call(query, key, value, causal=causal), OUTPUT)
-    truth = linear.reference(linear.Call(query, key, value, causal=causal)).output
-    size = linear.reference(linear.Call(query, key, value.abs(), causal=causal)).output
+    truth = reference_of(linear.Call(query, key, value, causal=causal)).output
+    size = reference_of(linear.Call(query, key, value.abs(), causal=causal)).output
     assert found.output is not None
     assert truth is not None
     assert size is not None

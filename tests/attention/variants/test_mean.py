@@ -13,6 +13,7 @@ from qkv.attention.variants import mean
 from support.agreement import assert_agrees
 from support.each import each
 from support.known_requests import assert_problem
+from support.references import reference_of
 from support.seed_tables import AVERAGES, AVERAGING
 from support.service import Server, running_server
 from support.variant_bounds import mean_roundings as roundings
@@ -71,7 +72,7 @@ def test_partial_sums_that_overflow_float32(S: int, causal: bool, normalize: boo
     )
     assert before is not None
     assert after is not None
-    truth = mean.reference(mean.Call(value, causal=causal, normalize=normalize))
+    truth = reference_of(mean.Call(value, causal=causal, normalize=normalize))
     assert truth.output is not None
     assert truth.weights is not None
     fits = truth.output.float().isfinite()

@@ -13,6 +13,7 @@ from qkv.attention.variants import sigmoid
 from support.agreement import assert_agrees
 from support.dtypes import DTYPES, exact_dtype
 from support.each import each
+from support.references import reference_of
 from support.service import Server
 
 ALL: Final = frozenset({"output", "weights", "scores"})
@@ -159,7 +160,7 @@ def test_request_over_http(server: Server) -> None:
     }
     response = server.http.post(PATH, json=body).json()
     assert response["weights_are"] == "unnormalised"
-    truth = sigmoid.reference(sigmoid.Call(query, key, value, causal=True, bias=-1.5))
+    truth = reference_of(sigmoid.Call(query, key, value, causal=True, bias=-1.5))
     for name in ("output", "weights"):
         found = torch.tensor(response["outputs"][name], dtype=torch.float64)
         torch.testing.assert_close(found, getattr(truth, name), rtol=1e-5, atol=1e-5)
@@ -177,7 +178,7 @@ def test_layer_over_http(server: Server) -> None:
     response = server.http.post(PATH, json=body)
     assert response.status_code == 200, response.text
     query, key, value = ((x @ w).unflatten(-1, (2, 3)).transpose(1, 2) for w in weights)
-    truth = sigmoid.reference(sigmoid.Call(query, key, value)).output
+    truth = reference_of(sigmoid.Call(query, key, value)).output
     assert truth is not None
     found = torch.tensor(response.json()["outputs"]["output"], dtype=torch.float64)
     torch.testing.assert_close(found, truth.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)

@@ -15,6 +15,7 @@ from support.checked_softmax import ALL, OUTPUT, attend
 from support.dtypes import DTYPES
 from support.each import each
 from support.examples import examples
+from support.references import reference_of
 from support.tolerances import assert_within, bounds
 from support.variant_calls import VARIANTS
 from support.variant_draws import calls
@@ -114,7 +115,7 @@ def test_agrees_with_torch_attention(dtype: torch.dtype, causal: bool) -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(
         query.double(), key.double(), value.double(), is_causal=causal
     )
-    truth = softmax.reference(softmax.Call(query, key, value, causal=causal))
+    truth = reference_of(softmax.Call(query, key, value, causal=causal))
     bound = bounds(query, key, value, None, {}, truth)
     for outputs in (OUTPUT, ALL):
         found = attend(query, key, value, causal=causal, outputs=outputs)
@@ -172,5 +173,5 @@ def test_causal_aligns_as_torch_does() -> None:
                     assert not row.any()
                     continue
                 one = (query[:, :, [i]], key[:, :, :count], value[:, :, :count])
-                truth = softmax.reference(softmax.Call(*one))
+                truth = reference_of(softmax.Call(*one))
                 assert_within(row, truth.output, bounds(*one, None, {}, truth).output)

@@ -7,20 +7,16 @@ import math
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
+from definitions.softmax import kept
 from qkv.attention.common.dropout import keep_mask
 from qkv.attention.variants import softmax
 from support.checked_softmax import ALL, OUTPUT, attend, weights
 from support.dtypes import DTYPES
 from support.each import each
 from support.examples import examples
+from support.references import reference_of
 from support.tolerances import assert_within, bounds
-
-
-def kept_by_reference(dropout: float, seed: int, plane_index: int, L: int, S: int) -> Tensor:
-    """Returns the mask by the reference's code, which shares nothing with `common/dropout.py`."""
-    return torch.from_numpy(softmax._kept(dropout, seed, plane_index, L, S))
 
 
 @examples(200)
@@ -35,10 +31,10 @@ def kept_by_reference(dropout: float, seed: int, plane_index: int, L: int, S: in
 def test_dropout_equals_its_definition(
     dropout: float, seed: int, plane_indices: list[int], L: int, S: int, data: st.DataObject
 ) -> None:
-    """Every plane equals the reference bit for bit, and a block is a part of the whole."""
+    """Every plane equals the definition bit for bit, and a block is a part of the whole."""
     found = keep_mask(dropout, seed, torch.tensor([plane_indices]), slice(0, L), slice(0, S))
     for h, plane_index in enumerate(plane_indices):
-        assert torch.equal(found[0, h], kept_by_reference(dropout, seed, plane_index, L, S))
+        assert torch.equal(found[0, h], torch.from_numpy(kept(dropout, seed, plane_index, L, S)))
     rows, keys = (sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in (L, S))
     block = keep_mask(dropout, seed, torch.tensor([plane_indices]), slice(*rows), slice(*keys))
     assert torch.equal(block, found[:, :, slice(*rows), slice(*keys)])
@@ -87,8 +83,8 @@ def test_dropout_of_extreme_values(dropout: float) -> None:
     most, L = torch.finfo(torch.float64).max, 4000
     query, key = torch.zeros(1, 1, L, 3).double(), torch.zeros(1, 1, 2, 3).double()
     value = torch.tensor([[1.0, 1e-4], [-1.0, 1e-4]]).double()[None, None]
-    kept = kept_by_reference(dropout, 4, 0, L, 2).double()
-    expected = kept @ value[0, 0] / 2 / (1 - dropout)  # in units of the largest number
+    mask = torch.from_numpy(kept(dropout, 4, 0, L, 2)).double()
+    expected = mask @ value[0, 0] / 2 / (1 - dropout)  # in units of the largest number
     for outputs in (OUTPUT, ALL):
         found = attend(query, key, value * most, dropout=dropout, seed=4, outputs=outputs).output
         assert found is not None
@@ -115,7 +111,7 @@ def test_stacked_requests_have_the_same_dropout_as_alone(dtype: torch.dtype) -> 
     first = 0
     for request, b in zip(requests, batches, strict=True):
         alone = attend(*request, **parameters, outputs=ALL)
-        truth = softmax.reference(softmax.Call(*request, **parameters))  # type: ignore[arg-type]
+        truth = reference_of(softmax.Call(*request, **parameters))  # type: ignore[arg-type]
         bound = bounds(request[0], request[1], request[2], None, parameters, truth)
         part = slice(first, first + b)
         first += b

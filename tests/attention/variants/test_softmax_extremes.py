@@ -17,6 +17,7 @@ from support.checked_softmax import ALL, OUTPUT, attend
 from support.dtypes import DTYPES, exact_dtype
 from support.each import each
 from support.examples import examples
+from support.references import reference_of
 from support.tolerances import assert_within, bounds, spread
 
 
@@ -263,7 +264,7 @@ def test_sinks_of_any_size(dtype: torch.dtype, sink: float) -> None:
     sinks = torch.tensor([sink, 0.0], dtype=dtype)
     for factor in (1.0, 1e18):
         tensors = (query * factor, key * factor, value)
-        truth = softmax.reference(softmax.Call(*tensors, sinks_H=sinks))
+        truth = reference_of(softmax.Call(*tensors, sinks_H=sinks))
         bound = bounds(*tensors, None, {}, truth, sinks_H=sinks)
         for outputs in (OUTPUT, ALL):
             found = attend(*tensors, sinks_H=sinks, outputs=outputs)

@@ -13,6 +13,7 @@ from qkv.attention.variants import softmax
 from support.dtypes import DTYPES, exact_dtype
 from support.each import each
 from support.head_terms import textbook
+from support.references import reference_of
 from support.variant_calls import EPS, gradients
 
 B, H, G, L, S = 2, 4, 2, 6, 9
@@ -73,7 +74,7 @@ def derivatives(
     their textbook softmax is NaN.
     """
     every: dict[str, Any] = {**tensors, **parameters}
-    known = softmax.reference(softmax.Call(**every)).scores
+    known = reference_of(softmax.Call(**every)).scores
     assert known is not None
     visible = known > -torch.inf
     blind = ~visible.any(-1, keepdim=True)

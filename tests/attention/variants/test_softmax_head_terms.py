@@ -14,6 +14,7 @@ from support.checked_softmax import ALL, OUTPUT, attend, weights
 from support.dtypes import DTYPES, exact_dtype
 from support.each import each
 from support.head_terms import alibi
+from support.references import reference_of
 from support.tolerances import assert_within, bounds
 
 FAMILIES: Final[tuple[dict[str, Any], ...]] = (
@@ -89,7 +90,7 @@ def test_sink_is_a_key_without_a_value(dtype: torch.dtype, parameters: dict[str,
     query, key, value = inputs_of(dtype)
     L, S = 6, 9
     sinks = torch.randn(4).to(dtype)
-    shown = softmax.reference(softmax.Call(query, key, value, **parameters)).scores
+    shown = reference_of(softmax.Call(query, key, value, **parameters)).scores
     assert shown is not None
     mask = torch.zeros(2, 4, L, S + 1, dtype=torch.float64).masked_fill_(
         torch.cat([torch.zeros(2, 4, L, 1), shown], -1) == -torch.inf, -torch.inf
@@ -99,7 +100,7 @@ def test_sink_is_a_key_without_a_value(dtype: torch.dtype, parameters: dict[str,
     nothing = torch.zeros_like(value[:, :, :1])
     wider = torch.cat([zero, key], 2), torch.cat([nothing, value], 2)
     scale = parameters.get("scale")
-    truth = softmax.reference(softmax.Call(query, *wider, mask, scale=scale))
+    truth = reference_of(softmax.Call(query, *wider, mask, scale=scale))
     bound = bounds(query, *wider, mask, parameters, truth)
     for outputs in (OUTPUT, ALL):
         found = attend(query, key, value, sinks_H=sinks, **parameters, outputs=outputs)
@@ -127,7 +128,7 @@ def test_wide_slopes_with_narrow_queries(dtype: torch.dtype) -> None:
     query, key, value = inputs_of(dtype, L=2, S=1000)
     slopes = torch.tensor([2**-0.5, 2**-1.5, 1e-3, 3.3e-3], dtype=torch.float32)
     parameters: dict[str, Any] = {"query_offset": "end", "causal": True}
-    truth = softmax.reference(softmax.Call(query, key, value, None, None, slopes, **parameters))
+    truth = reference_of(softmax.Call(query, key, value, None, None, slopes, **parameters))
     added = alibi(slopes, 2, 1000, "end")
     bound = bounds(query, key, value, None, parameters, truth, added)
     for outputs in (OUTPUT, ALL):
@@ -141,7 +142,7 @@ def test_positions_far_from_all_keys(dtype: torch.dtype, offset: int) -> None:
     """float32 cannot represent the differences of such distances, but they decide the weights."""
     query, key, value = inputs_of(dtype)
     slopes = torch.tensor([0.5, -0.3, 0.7, 2**-8])
-    near = softmax.reference(softmax.Call(query, key, value, None, None, slopes))
+    near = reference_of(softmax.Call(query, key, value, None, None, slopes))
     assert near.weights is not None
     close = 2e3 * torch.finfo(exact_dtype(dtype)).eps + 2.0**-52 * abs(offset)
     found = attend(query, key, value, None, None, slopes, query_offset=offset, outputs=ALL)
@@ -167,12 +168,13 @@ def test_infinite_sinks_leave_all_or_nothing(
     for mask, lengths in ((allowed, None), (added, torch.tensor([9, 4]))):
         named: dict[str, Any] = {"query_BHLD": query, "key_BGSD": key, "value_BGSE": value}
         named |= {"mask_BHLS": mask, "key_lengths_B": lengths, **parameters}
-        finite = softmax.reference(softmax.Call(**named, sinks_H=torch.full((4,), 0.5)))
-        plain = softmax.reference(softmax.Call(**named))
+        finite = reference_of(softmax.Call(**named, sinks_H=torch.full((4,), 0.5)))
+        plain = reference_of(softmax.Call(**named))
         bound = bounds(query, key, value, mask, parameters, plain)
-        truth = softmax.reference(softmax.Call(**named, sinks_H=infinite))
+        truth = reference_of(softmax.Call(**named, sinks_H=infinite))
         assert truth.weights is not None
-        for exact, expected, other in zip(truth[:2], finite[:2], plain[:2], strict=True):
+        for name in ("output", "weights"):
+            exact, expected, other = (getattr(x, name) for x in (truth, finite, plain))
             assert isinstance(exact, torch.Tensor)
             assert isinstance(expected, torch.Tensor)
             assert isinstance(other, torch.Tensor)
@@ -206,7 +208,7 @@ def test_zero_slopes_and_absent_sinks_change_nothing(dtype: torch.dtype) -> None
     none = {"alibi_slopes_H": torch.zeros(4), "sinks_H": torch.full((4,), -math.inf)}
     hidden = torch.ones(2, 1, 6, 9, dtype=torch.bool)
     hidden[:, :, 2] = False
-    truth = softmax.reference(softmax.Call(query, key, value, hidden))
+    truth = reference_of(softmax.Call(query, key, value, hidden))
     bound = bounds(query, key, value, hidden, {}, truth)
     for name, term in none.items():
         for outputs in (OUTPUT, ALL):

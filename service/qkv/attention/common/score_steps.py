@@ -1,11 +1,11 @@
-"""The steps that several variants share: inputs, keys that a query sees, and scores.
+"""The steps that several variants share: inputs, keys that a query sees, scores, and sums.
 
 They are in float64 and share no code with `attend`, which tests compare them with.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from qkv.attention.step import Step
 
 __all__ = [
     "SCORE_STEPS",
+    "Averages",
+    "channel_averages",
     "input_steps",
     "kept_weights",
     "mask_step_values",
@@ -21,6 +23,7 @@ __all__ = [
     "per_query_head",
     "score_steps",
     "seen_keys",
+    "sums_before",
     "zero_padding",
 ]
 
@@ -56,6 +59,7 @@ def mask_steps(symbol: str) -> tuple[Step, Step]:
         Step(
             "masked", "B H L S", symbol, "The scores so far, plus the mask; -inf where the query "
             "does not see the key.", rows="L", needs=("mask", "key_lengths", "causal", "window"),
+            output="scores",
         ),
     )  # fmt: skip
 
@@ -138,6 +142,65 @@ def mask_step_values(
     elif mask_BHLS is not None:
         scores_BHLS = scores_BHLS + mask_BHLS
     return {**steps, "masked": scores_BHLS.masked_fill(~seen, -torch.inf)}
+
+
+def sums_before(past: Any | None, key_BGSX: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Returns the sums of a state, (B, G, *shape); zeros without one."""
+    if past is None or past.sums is None:
+        return key_BGSX.new_zeros(*key_BGSX.shape[:2], *shape)
+    sums_BGFW: Tensor = past.sums
+    return sums_BGFW
+
+
+class Averages(NamedTuple):
+    """Averages of values, one for each query and each channel of the keys.
+
+    Attributes:
+        top_BGLD: the largest logarithm of a key that the query sees, or of the sums before; 0
+            without any.
+        share_BGLDS: the weight of each key, over the total.
+        total_BGLD: the sum of the weights, each divided by e^top; 0 without any.
+        average_BGLDE: of the values.
+    """
+
+    top_BGLD: Tensor
+    share_BGLDS: Tensor
+    total_BGLD: Tensor
+    average_BGLDE: Tensor
+
+
+def channel_averages(
+    log_BGSD: Tensor,
+    factor_BGSD: Tensor,
+    value_BGSE: Tensor,
+    seen_BLS: Tensor,
+    sums_BGDW: Tensor,
+    largest_BGD: Tensor,
+) -> Averages:
+    """Returns the averages of the values that a query sees, by the weights factor * e^log.
+
+    Args:
+        log_BGSD: logarithms of any size: their largest one is subtracted.
+        factor_BGSD: at least 1.
+        value_BGSE: the values.
+        seen_BLS: True where a query sees a key.
+        sums_BGDW: of the weights, each divided by e^largest, times (v, 1), over the tokens before.
+        largest_BGD: of these sums.
+    """
+    # keys are the last axis, so that sums over them read numbers in their order
+    log_BGLDS = log_BGSD.mT[:, :, None].masked_fill(~seen_BLS[:, None, :, None], -torch.inf)
+    before_BG1D = largest_BGD.masked_fill(sums_BGDW[..., -1] == 0, -torch.inf)[:, :, None]
+    # detached: a gradient through a number that cancels is nothing but rounding errors
+    top_BGLD = log_BGLDS.detach().amax(-1).maximum(before_BG1D)
+    top_BGLD = top_BGLD.masked_fill(top_BGLD == -torch.inf, 0.0)
+    grown_BGLDS = (log_BGLDS - top_BGLD[..., None]).exp() * factor_BGSD.mT[:, :, None]
+    shared_BGLDW = (before_BG1D - top_BGLD).exp()[..., None] * sums_BGDW[:, :, None]
+    total_BGLD = grown_BGLDS.sum(-1) + shared_BGLDW[..., -1]
+    divisor_BGLD = total_BGLD.masked_fill(total_BGLD == 0, 1.0)
+    share_BGLDS = grown_BGLDS / divisor_BGLD[..., None]
+    average = share_BGLDS @ value_BGSE[:, :, None]
+    average = average + shared_BGLDW[..., :-1] / divisor_BGLD[..., None]
+    return Averages(top_BGLD, share_BGLDS, total_BGLD, average)
 
 
 def kept_weights(dropout: float, seed: int, plane_BH: Tensor, weights_BHLS: Tensor) -> Tensor:

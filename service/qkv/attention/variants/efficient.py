@@ -13,7 +13,6 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
@@ -34,7 +33,6 @@ from qkv.attention.common.guards import (
     largest_size,
     occurs,
 )
-from qkv.attention.common.reference_state import HeadState
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -46,9 +44,11 @@ from qkv.attention.common.row_masks import (
 from qkv.attention.common.running_softmax import RunningSoftmax
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.score_steps import (
+    channel_averages,
     input_steps,
     per_query_head,
     seen_keys,
+    sums_before,
     zero_padding,
 )
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
@@ -460,57 +460,28 @@ def _ordinary_output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> T
     return output.clamp_(-largest_B[:, None, None, None], largest_B[:, None, None, None])
 
 
-def reference(call: Call) -> Efficient:
-    """Computes the same in plain float64 numpy, row by row, as in a textbook."""
-    query, key, value = (
-        x.double().numpy() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE)
-    )
-    (B, H, L, D), (_, G, S, _), E = query.shape, key.shape, value.shape[-1]
-
-    def shifted(x: np.ndarray, largest: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore"):  # a difference of -inf gives 0
-            grown: np.ndarray = np.exp(x - largest)
-            return grown
-
-    weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, E))
-    for b, h in np.ndindex(B, H):
-        valid, g = S if call.key_lengths_B is None else int(call.key_lengths_B[b]), h * G // H
-        offset = valid - L if call.query_offset == "end" else call.query_offset
-        before = HeadState.of(call.past, (b, g), D, D, E)
-        keys = np.concatenate([before.key_CD, key[b, g, :valid]])
-        values = np.concatenate([before.value_CE, value[b, g, :valid]])
-        first, before_F = len(before.key_CD), np.full(D, -np.inf)
-        if before.sums_FW[:, -1].any():
-            before_F = before.largest_F
-        for i, row in enumerate(query[b, h, : L if call.past is None else valid]):
-            p = shifted(row, row.max())
-            n = first + (min(valid, max(0, i + offset + 1)) if call.causal else valid)
-            if n == 0:
-                continue
-            largest = np.maximum(keys[:n].max(0), before_F)
-            shared = shifted(before_F, largest)[:, None] * before.sums_FW
-            a = shifted(keys[:n], largest)
-            p = p / p.sum() / (a.sum(0) + shared[:, -1])
-            weights[b, h, i, : n - first] = (a @ p)[first:]
-            output[b, h, i] = (a @ p) @ values[:n] + p @ shared[:, :-1]
-    return Efficient(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
-
-
 def steps(call: Call) -> dict[str, Tensor]:
     """Returns the steps by name, from float64 tensors: the output by contexts, not by weights."""
+    query = call.query_BHLD
     key, value = (zero_padding(x, call.key_lengths_B) for x in (call.key_BGSD, call.value_BGSE))
-    query, causal, offset = call.query_BHLD, call.causal, call.query_offset
-    seen_BLS, _ = seen_keys(query, key, call.key_lengths_B, causal, offset)
-    unseen_B1LS1 = ~seen_BLS[:, None, :, :, None]
-    key_BGLSD = key[:, :, None].masked_fill(unseen_B1LS1, -torch.inf).softmax(-2)
-    key_BGLSD = key_BGLSD.masked_fill(unseen_B1LS1, 0.0)  # a row that sees no key is NaN
-    contexts = torch.einsum("bglsd,bgse->bglde", key_BGLSD, value)
-    query = query.softmax(-1)
-    shared_BHLSD, shared_BHLDE = (per_query_head(x, query) for x in (key_BGLSD, contexts))
+    seen_BLS, _ = seen_keys(query, key, call.key_lengths_B, call.causal, call.query_offset)
+    sums_BGDW = sums_before(call.past, value, (key.shape[-1], value.shape[-1] + 1))
+    largest_BGD = torch.zeros_like(sums_BGDW[..., 0])
+    if call.past is not None and call.past.largest is not None:
+        largest_BGD = call.past.largest
+    averages = channel_averages(
+        key, key.new_ones(1, 1, 1, 1), value, seen_BLS, sums_BGDW, largest_BGD
+    )
+    query_softmax = query.softmax(-1)
+    share_BHLDS, average_BHLDE = (
+        per_query_head(x, query) for x in (averages.share_BGLDS, averages.average_BGLDE)
+    )
     return {
-        "query": call.query_BHLD, "key": key, "value": value, "query_softmax": query,
-        "key_softmax": key_BGLSD, "weights": torch.einsum("bhld,bhlsd->bhls", query, shared_BHLSD),
-        "contexts": contexts, "output": torch.einsum("bhld,bhlde->bhle", query, shared_BHLDE),
+        "query": query, "key": key, "value": value, "query_softmax": query_softmax,
+        "key_softmax": averages.share_BGLDS.mT,
+        "weights": torch.einsum("bhld,bhlds->bhls", query_softmax, share_BHLDS),
+        "contexts": averages.average_BGLDE,
+        "output": torch.einsum("bhld,bhlde->bhle", query_softmax, average_BHLDE),
     }  # fmt: skip
 
 

@@ -9,23 +9,22 @@ Cost: O(S D E + S C (D + E)) time for chunks of C tokens; O(S) memory unless wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from fractions import Fraction
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qkv.attention.common.gated_inputs import GatedInputs, State, run
 from qkv.attention.common.guards import are_wide, holds, is_finite
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.score_parameters import Scale
-from qkv.attention.common.score_steps import zero_padding
+from qkv.attention.common.score_steps import sums_before, zero_padding
 from qkv.attention.common.token_gradients import gradients_from
 from qkv.attention.common.token_inputs import Chunk, Form, tail_sizes
 from qkv.attention.common.token_state import run_from
@@ -277,92 +276,24 @@ def _state_weights(inputs: GatedInputs, chunk: int) -> Tensor:
     return run(silent, state_XDD, chunk)
 
 
-def reference(call: Call) -> Gated:
-    """Computes the same in plain float64 numpy, token by token.
-
-    Beside each value the matrix holds a unit vector of the token, and one of its own first rows:
-    what a query reads of them are the weights.
-    """
-    (B, J, S, D), E = call.query_BJSD.shape, call.value_BVSE.shape[3]
-    H = max(J, call.key_BGSD.shape[1], call.value_BVSE.shape[1])
-    read, units = np.zeros((B, H, S, E + S + D)), np.eye(S)
-    new_tokens = call.key_BGSD, call.value_BVSE, call.log_decay_BTSZ, call.beta_BTS
-    for b, h in np.ndindex(B, H):
-        share = Fraction(h, H)
-        length, sums = (
-            S if call.key_lengths_B is None else int(call.key_lengths_B[b]),
-            np.zeros((D, E)),
-        )
-        if call.past is not None and call.past.sums is not None:
-            sums = _rows(call.past.sums, b, share, D)
-        if call.past is not None and call.past.tail_length is not None:
-            tail = (
-                call.past.tail_key,
-                call.past.tail_value,
-                call.past.tail_log_decay,
-                call.past.tail_beta,
-            )
-            for token in _tokens(
-                tail, b, share, int(call.past.tail_length[b]), call.rule, call.normalize_qk
-            ):
-                sums = _step(sums, *token)
-        matrix = np.hstack([sums, np.zeros((D, S)), np.eye(D)])
-        query = _rows(call.query_BJSD, b, share, length, call.normalize_qk)
-        tokens = _tokens(new_tokens, b, share, length, call.rule, call.normalize_qk)
-        for i, (key, value, decay, beta) in enumerate(tokens):
-            new = np.concatenate([value, units[i], np.zeros(D)])
-            matrix = _step(matrix, key, new, decay, beta)
-            read[b, h, i] = (D**-0.5 if call.scale is None else call.scale) * query[i] @ matrix
-    output, matrices, rest = (torch.from_numpy(x) for x in np.split(read, [E, E + S], axis=-1))
-    return Gated(output, matrices, rest, backend="reference")
-
-
-def _rows(x: Tensor, b: int, share: Fraction, length: int, is_normal: bool = False) -> np.ndarray:
-    """Returns the rows of the head at this share of all heads; divided by their norm if asked."""
-    rows: np.ndarray = x[b, int(share * x.shape[1]), :length].double().numpy()
-    return rows / np.sqrt((rows**2).sum(-1, keepdims=True) + 1e-6) if is_normal else rows
-
-
-def _tokens(
-    tensors: tuple[Any, ...], b: int, share: Fraction, length: int, rule: str, normalize_qk: bool
-) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """Yields key, value, decay and beta of each token of a head; beta None erases nothing."""
-    key, value, log_decay, beta = tensors
-    decays, betas = np.zeros((length, 1)), np.ones(length)
-    if log_decay is not None and rule in ("gated", "gated_delta"):
-        decays = _rows(log_decay, b, share, length)
-    if beta is not None:
-        betas = _rows(beta, b, share, length)
-    keys, values = _rows(key, b, share, length, normalize_qk), _rows(value, b, share, length)
-    for token in zip(keys, values, decays, betas, strict=True):
-        yield token if rule in ("delta", "gated_delta") else (*token[:3], None)
-
-
-def _step(matrix: Any, key: Any, new: Any, decay: Any, beta: Any) -> Any:
-    """Returns the matrix after a token: decays, erases along beta k, and writes."""
-    matrix = np.exp(decay * np.ones(len(key)))[:, None] * matrix
-    if beta is not None:
-        new = beta * (new - key @ matrix)
-    return matrix + np.outer(key, new)
-
-
 def steps(call: Call) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors, token by token.
+    """Returns the steps by name, from float64 tensors, token by token; and `state_weights`.
 
-    Beside each value the state holds a unit vector of the token: what a query reads of them are
-    the weights.
+    Beside each value the state holds a unit vector of the token, and one of its own first rows:
+    what a query reads of them are the weights. Its first rows are those before the first token
+    that is not of the tail.
     """
     query = call.query_BJSD
     key, value = (zero_padding(x, call.key_lengths_B) for x in (call.key_BGSD, call.value_BVSE))
     found = {"query": query, "key": key, "value": value}
     if call.normalize_qk:
-        query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+        query, key = map(_unit, (query, key))
         found |= {"unit_query": query, "unit_key": key}
     (B, G, S, D), (_, V, _, E) = key.shape, value.shape
     T, H = max(G, V), max(G, V, query.shape[1])
     key, value = (x.repeat_interleave(T // x.shape[1], 1) for x in (key, value))
-    units = torch.eye(S, dtype=value.dtype, device=value.device).expand(B, T, S, S)
-    value = torch.cat([value, units], -1)
+    query = query.repeat_interleave(H // query.shape[1], 1)
+    value = torch.cat([value, torch.eye(S, S + D).to(value).expand(B, T, -1, -1)], -1)
     decay, beta = key.new_ones(B, T, S, 1), key.new_zeros(B, T, S)
     if call.log_decay_BTSZ is not None and call.rule in _USED_BY["log_decay"]:
         found["decay"] = decay = zero_padding(call.log_decay_BTSZ, call.key_lengths_B).exp()
@@ -370,22 +301,33 @@ def steps(call: Call) -> dict[str, Tensor]:
         beta = torch.ones_like(beta) if call.beta_BTS is None else call.beta_BTS
         beta = zero_padding(beta[..., None], call.key_lengths_B)[..., 0]
         value = beta[..., None] * value
-    state, tokens = key.new_zeros(B, T, D, E + S), []
+    state, tokens = pad(sums_before(call.past, key, (D, E)), (0, S + D)), []
+    rows, first_B = torch.eye(D).to(value).expand(B, T, -1, -1), torch.zeros(B).to(value)
+    if call.past is not None and call.past.tail_length is not None:
+        first_B = call.past.tail_length
     for t in range(S):
+        begun = torch.cat([state[..., :-D], rows], -1)
+        state = torch.where((first_B == t)[:, None, None, None], begun, state)
         state = decay[:, :, t, :, None] * state
         erased = torch.einsum("btd,btde->bte", beta[:, :, t, None] * key[:, :, t], state)
         written = value[:, :, t] - erased
         state = state + key[:, :, t, :, None] * written[:, :, None]
-        tokens.append((erased, written, state))
-    erased, written, states = (torch.stack(x, 2) for x in zip(*tokens, strict=True))
-    queries, read = (x.repeat_interleave(H // x.shape[1], 1) for x in (query, states))
-    scale = D**-0.5 if call.scale is None else call.scale
-    output = torch.einsum("bhsd,bhsde->bhse", queries, read) * scale
-    output, weights = zero_padding(output, call.key_lengths_B).split([E, S], -1)
+        read = torch.einsum("bhd,bhde->bhe", query[:, :, t], state.repeat_interleave(H // T, 1))
+        # copies: a view would keep the columns of all tokens
+        tokens.append((*(x[..., :E].clone() for x in (erased, written, state)), read))
+    erased, written, states, read = (torch.stack(x, 2) for x in zip(*tokens, strict=True))
+    read = zero_padding(read * (D**-0.5 if call.scale is None else call.scale), call.key_lengths_B)
+    output, weights, state_weights = read.split([E, S, D], -1)
     return found | {
-        "erased": erased[..., :E], "written": written[..., :E], "state": states[..., :E],
-        "weights": weights, "output": output,
+        "erased": erased, "written": written, "state": states, "weights": weights,
+        "state_weights": state_weights, "output": output,
     }  # fmt: skip
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Returns x / sqrt(sum x^2 + 1e-6), from x over its largest number: no square overflows."""
+    size = x.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)
+    return x / size / ((x / size).square().sum(-1, keepdim=True) + 1e-6 / size**2).sqrt()
 
 
 def backward(

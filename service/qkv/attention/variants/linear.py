@@ -35,7 +35,6 @@ from qkv.attention.common.guards import (
     holds,
     largest_size,
 )
-from qkv.attention.common.reference_state import HeadState
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -48,9 +47,11 @@ from qkv.attention.common.row_masks import (
 )
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.score_steps import (
+    channel_averages,
     input_steps,
     per_query_head,
     seen_keys,
+    sums_before,
     zero_padding,
 )
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
@@ -431,61 +432,54 @@ def _block(features: _Features, rows: slice, offsets: list[int] | None, normaliz
     return block.flatten(1, 2)
 
 
-def reference(call: Call) -> Linear:
-    """Computes the same in plain float64 numpy, one head at a time, as in a textbook."""
-    query, key, value = (
-        x.double().numpy() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE)
-    )
-    (B, H, L, D), (_, G, S, _), E = query.shape, key.shape, value.shape[-1]
-
-    def phi(x: np.ndarray) -> np.ndarray:
-        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
-
-    weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, E))
-    for b, h in np.ndindex(B, H):
-        valid, g = S if call.key_lengths_B is None else int(call.key_lengths_B[b]), h * G // H
-        before = HeadState.of(call.past, (b, g), D, D, E)
-        keys = np.concatenate([before.key_CD, key[b, g, :valid]])
-        values = np.concatenate([before.value_CE, value[b, g, :valid]])
-        first, shared = len(before.key_CD), phi(query[b, h]) @ before.sums_FW
-        a = phi(query[b, h]) @ phi(keys).T
-        if call.causal:
-            offset = valid - L if call.query_offset == "end" else call.query_offset
-            a = np.where(np.arange(first + valid) <= np.arange(L)[:, None] + first + offset, a, 0)
-        if call.normalize:
-            total = a.sum(1, keepdims=True) + shared[:, -1:]
-            a, shared = (x / np.where(total == 0, 1, total) for x in (a, shared))
-        weights[b, h, :, :valid] = a[:, first:]
-        output[b, h] = a @ values + shared[:, :-1]
-        if call.past is not None:
-            output[b, h, valid:] = weights[b, h, valid:] = 0.0
-    return Linear(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
-
-
 def steps(call: Call) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights."""
+    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights.
+
+    With normalize they are averages, of channels and then of all channels: no product has to fit a
+    float.
+    """
     query = call.query_BHLD
     key, value = (zero_padding(x, call.key_lengths_B) for x in (call.key_BGSD, call.value_BGSE))
-    query_phi, key_phi = (torch.where(x > 0, x + 1, x.clamp(max=0).exp()) for x in (query, key))
-    key_phi = zero_padding(key_phi, call.key_lengths_B)
     seen_BLS, _ = seen_keys(query, key, call.key_lengths_B, call.causal, call.query_offset)
-    products = query_phi @ per_query_head(key_phi, query).mT * seen_BLS[:, None]
-    seen = seen_BLS.double()
-    value_sums = torch.einsum("bls,bgsd,bgse->bglde", seen, key_phi, value)
-    feature_sums = torch.einsum("bls,bgsd->bgld", seen, key_phi)
-    shared_BHLD, shared_BHLDE = (per_query_head(x, query) for x in (feature_sums, value_sums))
-    output = numerators = torch.einsum("bhld,bhlde->bhle", query_phi, shared_BHLDE)
-    row_sums, weights = products.sum(-1), products
+    (query_factor, query_log), (key_factor, key_log) = map(_factor_and_log, (query, key))
+    query_phi = query_factor * query_log.exp()
+    key_phi = zero_padding(key_factor * key_log.exp(), call.key_lengths_B)
+    sums_BGDW = sums_before(call.past, value, (query.shape[-1], value.shape[-1] + 1))
+    key_BHSD, value_BHSE, sums_BHDW = (
+        per_query_head(x, query) for x in (key_phi, value, sums_BGDW)
+    )
+    weights = products = (query_phi @ key_BHSD.mT).masked_fill(~seen_BLS[:, None], 0.0)
+    before_BHLW = query_phi @ sums_BHDW
+    output = numerators = products @ value_BHSE + before_BHLW[..., :-1]
+    averages = channel_averages(
+        key_log, key_factor, value, seen_BLS, sums_BGDW, torch.zeros_like(sums_BGDW[..., 0])
+    )
     if call.normalize:
-        denominators = (query_phi * shared_BHLD).sum(-1, keepdim=True)
-        output = numerators / denominators.masked_fill(denominators == 0, 1.0)
-        weights = products / row_sums.masked_fill(row_sums == 0, 1.0)[..., None]
+        top, share_BHLDS, total, average = (per_query_head(x, query) for x in averages)
+        log_BHLD = (query_log + top).masked_fill(total == 0, -torch.inf)
+        peak = log_BHLD.detach().amax(-1, keepdim=True)
+        channels = (log_BHLD - peak.masked_fill(peak == -torch.inf, 0.0)).exp()
+        channels = query_factor * channels * total
+        sums = channels.sum(-1, keepdim=True)
+        channels = channels / sums.masked_fill(sums == 0, 1.0)
+        weights = torch.einsum("bhld,bhlds->bhls", channels, share_BHLDS)
+        output = torch.einsum("bhld,bhlde->bhle", channels, average)
+    feature_sums = averages.total_BGLD * averages.top_BGLD.exp()
     return {
         "query": query, "key": key, "value": value, "query_features": query_phi,
-        "key_features": key_phi, "products": products, "row_sums": row_sums, "weights": weights,
-        "value_sums": value_sums, "feature_sums": feature_sums, "numerators": numerators,
-        "output": output,
+        "key_features": key_phi, "products": products,
+        "row_sums": products.sum(-1) + before_BHLW[..., -1], "weights": weights,
+        "value_sums": averages.average_BGLDE * feature_sums[..., None],
+        "feature_sums": feature_sums, "numerators": numerators, "output": output,
     }  # fmt: skip
+
+
+def _factor_and_log(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns f and l with phi(x) = f e^l: l is x below 0, where phi may be too small for a float.
+
+    A logarithm of x + 1 would have the rounding error of its size.
+    """
+    return torch.where(x > 0, x + 1, 1.0), torch.where(x > 0, 0.0, x)
 
 
 def backward(

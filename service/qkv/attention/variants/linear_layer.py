@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float, Float32, Float64
 from torch import Tensor
@@ -216,40 +215,21 @@ def _value(x_BI: Tensor, weight_OI: Tensor, shares: _Shares, exact: torch.dtype)
     return value
 
 
-def reference(call: Call) -> LinearLayer:
-    """Computes the same in plain float64 numpy, one item at a time."""
-    x, weight = call.x_BI.double().numpy(), call.weight_OI.double().numpy()
-    (B, width), out = x.shape, len(weight)
-    weights, value, output = np.zeros((B, width)), np.zeros((B, width, out)), np.zeros((B, out))
-    for b in range(B):
-        total = np.abs(x[b]).sum()
-        if total > 0:
-            weights[b] = np.abs(x[b]) / total
-        value[b] = total * np.sign(x[b])[:, None] * weight.T
-        output[b] = weights[b] @ value[b]
-    with np.errstate(divide="ignore"):  # log 0 is -inf
-        scores, key = np.log(weights), np.log(np.abs(x))[..., None]
-    return LinearLayer(
-        torch.from_numpy(output),
-        torch.from_numpy(weights),
-        torch.from_numpy(value),
-        torch.from_numpy(scores),
-        torch.ones(B, 1, dtype=torch.float64),
-        torch.from_numpy(key),
-        backend="reference",
-    )
-
-
 def steps(call: Call) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors."""
+    """Returns the steps by name, from float64 tensors; and `scores`, `query` and `key`."""
     x = call.x_BI
-    sizes, row_sums = x.abs(), x.abs().sum(-1, keepdim=True)
-    weights = sizes / row_sums.masked_fill(row_sums == 0, 1.0)
-    value = (row_sums * x.sign())[..., None] * call.weight_OI.mT
-    terms = weights[..., None] * value
+    sizes, largest = x.abs(), x.detach().abs().amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == 0, 1.0)
+    shares = sizes / largest  # the sum of the sizes may be too large for a float
+    total = shares.sum(-1, keepdim=True)
+    total = total.masked_fill(total == 0, 1.0)
+    terms = x[..., None] * call.weight_OI.mT
+    logs = sizes.log()
     return {
-        "x": x, "sizes": sizes, "row_sums": row_sums[:, 0], "weights": weights, "value": value,
-        "terms": terms, "output": terms.sum(-2),
+        "x": x, "sizes": sizes, "row_sums": sizes.sum(-1), "weights": shares / total,
+        "value": x.sign()[..., None] * call.weight_OI.mT * largest[..., None] * total[..., None],
+        "terms": terms, "scores": logs - largest.log() - total.log(),
+        "query": torch.ones_like(x[:, :1]), "key": logs[..., None], "output": terms.sum(-2),
     }  # fmt: skip
 
 

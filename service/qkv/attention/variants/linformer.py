@@ -271,41 +271,6 @@ def _random_projection(stream: int, R: int, seed: int, key_BGSD: Tensor) -> Tens
     return projection_RS.to(key_BGSD.device, non_blocking=True)
 
 
-def reference(call: Call) -> Linformer:
-    """Computes the same in plain float64 numpy, one head at a time, as in the paper."""
-    query, key, value = (
-        x.double().numpy() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE)
-    )
-    (B, H, L, D), (_, G, S, _) = query.shape, key.shape
-    sent = [p for p in (call.key_projection_RN, call.value_projection_RN) if p is not None]
-    r = len(sent[0]) if sent else call.rank or min(S, 256)
-
-    def projection(tensor: Tensor | None, stream: int) -> np.ndarray:
-        if tensor is not None:
-            return tensor.double().numpy()[:, :S]
-        bits = np.random.Philox(key=np.array([call.seed, stream], dtype=np.uint64))
-        normal = np.random.Generator(bits).normal(0, 1, (S, r)).T / np.sqrt(r)
-        return np.asarray(torch.from_numpy(normal).to(call.query_BHLD.dtype).double())
-
-    E, F = projection(call.key_projection_RN, 0), projection(call.value_projection_RN, 1)
-    output = np.zeros((B, H, L, value.shape[-1]))
-    weights, maps = np.zeros((B, H, L, S)), np.zeros((B, H, L, r))
-    for b, h in np.ndindex(B, H):
-        valid = S if call.key_lengths_B is None else int(call.key_lengths_B[b])
-        k, v = key[b, h * G // H, :valid], value[b, h * G // H, :valid]
-        s = (
-            query[b, h]
-            @ (E[:, :valid] @ k).T
-            * (1 / np.sqrt(D) if call.scale is None else call.scale)
-        )
-        p = np.exp(s - s.max(-1, keepdims=True))
-        maps[b, h] = p = p / p.sum(-1, keepdims=True)
-        weights[b, h, :, :valid] = p @ F[:, :valid]
-        output[b, h] = p @ (F[:, :valid] @ v)
-    output_BHLE, weights_BHLS, map_BHLR = map(torch.from_numpy, (output, weights, maps))
-    return Linformer(output_BHLE, weights_BHLS, map_BHLR, backend="reference")
-
-
 def steps(call: Call) -> dict[str, Tensor]:
     """Returns the steps by name, from float64 tensors, with both projections."""
     key, value = (zero_padding(x, call.key_lengths_B) for x in (call.key_BGSD, call.value_BGSE))

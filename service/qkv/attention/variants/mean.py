@@ -12,7 +12,6 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from pydantic import Field
@@ -20,10 +19,9 @@ from torch import Tensor
 
 from qkv.attention.common.gradients import normalize_size, scale_back
 from qkv.attention.common.guards import holds, is_finite, largest_size, occurs
-from qkv.attention.common.reference_state import HeadState
 from qkv.attention.common.row_masks import mask_padding, padding_mask
 from qkv.attention.common.score_blocks import score_dtype
-from qkv.attention.common.score_steps import seen_keys, zero_padding
+from qkv.attention.common.score_steps import seen_keys, sums_before, zero_padding
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
 from qkv.attention.common.token_gradients import gradients_from
 from qkv.attention.common.token_inputs import Chunk, Form, Sums
@@ -363,39 +361,20 @@ _METHODS: Final[Mapping[str, Callable[..., Tensor]]] = {
 }
 
 
-def reference(call: Call) -> Mean:
-    """Computes the same in plain float64 numpy, one head at a time, as in a textbook."""
-    value = call.value_BHSE.double().numpy()
-    B, H, S, E = value.shape
-    output, weights = np.zeros((B, H, S, E)), np.zeros((B, H, S, S))
-    for b, h in np.ndindex(B, H):
-        valid = S if call.key_lengths_B is None else int(call.key_lengths_B[b])
-        before = HeadState.of(call.past, (b, h), 1, 0, E)
-        first, shared = len(before.value_CE), before.sums_FW
-        a = np.ones((S, first + valid))
-        if call.causal:
-            a = np.tril(a, first)
-        if call.normalize:
-            total = np.maximum(a.sum(1, keepdims=True) + shared[:, -1:], 1)
-            a, shared = a / total, shared / total
-        weights[b, h, :, :valid] = a[:, first:]
-        output[b, h] = a @ np.concatenate([before.value_CE, value[b, h, :valid]]) + shared[:, :-1]
-        if call.past is not None:
-            output[b, h, valid:] = weights[b, h, valid:] = 0.0
-    return Mean(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
-
-
 def steps(call: Call) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights."""
+    """Returns the steps by name, from float64 tensors."""
     value = zero_padding(call.value_BHSE, call.key_lengths_B)
     seen_BSS = seen_keys(value, value, call.key_lengths_B, call.causal, 0)[0].double()
-    counts_BS, sums = seen_BSS.sum(-1), seen_BSS[:, None] @ value
+    sums_BH1W = sums_before(call.past, value, (1, value.shape[-1] + 1))
+    counts_BS = seen_BSS.sum(-1) + sums_BH1W[:, 0, :, -1]
     divisors_BS = counts_BS.clamp(min=1) if call.normalize else torch.ones_like(counts_BS)
-    weights_BSS = seen_BSS / divisors_BS[..., None]
+    weights_BSS, before = seen_BSS / divisors_BS[..., None], sums_BH1W[..., :-1]
     return {
         "value": value, "seen": seen_BSS, "counts": counts_BS,
-        "weights": weights_BSS[:, None].expand(-1, value.shape[1], -1, -1), "sums": sums,
-        "output": sums / divisors_BS[:, None, :, None],
+        "weights": weights_BSS[:, None].expand(-1, value.shape[1], -1, -1),
+        "sums": seen_BSS[:, None] @ value + before,
+        # the sums may be too large for a float
+        "output": weights_BSS[:, None] @ value + before / divisors_BS[:, None, :, None],
     }  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Final, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from pydantic import Field
@@ -181,41 +180,6 @@ def _bias(call: Call, dtype: torch.dtype) -> Tensor:
         number = -math.log(max(1, call.key_BGSD.shape[2])) if call.bias is None else call.bias
         return torch.full((1, 1, 1, 1), number, dtype=dtype, device=call.query_BHLD.device)
     return -call.key_lengths_B.clamp(min=1).double().log().to(dtype).view(-1, 1, 1, 1)
-
-
-def reference(call: Call) -> Sigmoid:
-    """Computes the same in plain float64 numpy, one head at a time, as in the paper."""
-    query, key, value = (
-        x.double().numpy() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE)
-    )
-    (B, H, L, D), (_, G, S, _) = query.shape, key.shape
-    weights, scores = np.zeros((B, H, L, S)), np.full((B, H, L, S), -np.inf)
-    output = np.zeros((B, H, L, value.shape[-1]))
-    for b, h in np.ndindex(B, H):
-        valid = S if call.key_lengths_B is None else int(call.key_lengths_B[b])
-        offset = valid - L if call.query_offset == "end" else call.query_offset
-        k, v = key[b, h * G // H, :valid], value[b, h * G // H, :valid]
-        s = query[b, h] @ k.T * (1 / np.sqrt(D) if call.scale is None else call.scale)
-        if call.softcap is not None:
-            s = call.softcap * np.tanh(s / call.softcap)
-        s = s + (-np.log(max(1, valid)) if call.bias is None else call.bias)
-        i, j = np.ogrid[offset : offset + L, :valid]
-        if call.mask_BHLS is not None:
-            mask = call.mask_BHLS.expand(B, H, L, S)[b, h, :, :valid]
-            added = np.where(mask, 0, -np.inf) if mask.dtype == torch.bool else mask.double()
-            s = s + np.asarray(added)
-        if call.alibi_slopes_H is not None:
-            s = s + float(call.alibi_slopes_H[h]) * (j - i)
-        left, right = call.window or (None, None)
-        hidden = (j > i) & call.causal
-        hidden |= (j < i - left) if left is not None else False
-        hidden |= (j > i + right) if right is not None else False
-        s[np.broadcast_to(hidden, s.shape)] = -np.inf
-        fallen = np.exp(-np.abs(s))  # e^-s would overflow
-        a = np.where(s > 0, 1, fallen) / (1 + fallen)
-        weights[b, h, :, :valid], scores[b, h, :, :valid], output[b, h] = a, s, a @ v
-    output_BHLE, weights_BHLS, scores_BHLS = map(torch.from_numpy, (output, weights, scores))
-    return Sigmoid(output_BHLE, weights_BHLS, scores_BHLS, backend="reference")
 
 
 def steps(call: Call) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from pydantic import Field
@@ -59,7 +58,7 @@ STEPS: Final = (
     ),
     Step(
         "kept", "B H L S", None, "The weights that dropout keeps, divided by 1 - dropout; the "
-        "others are 0.", rows="L", needs=("dropout",),
+        "others are 0.", rows="L", needs=("dropout",), output="weights",
     ),
     Step("terms", "B H L S E", "A V", "Each weight times the value of its key.", rows="L"),
     Step("output", "B H L E", "output", "The sum of the terms over all keys.", rows="L"),
@@ -238,68 +237,6 @@ def _scores(
         call.query_BHLD, key_BGSD, visible, _scale(call), call.softcap, call.dropout, call.seed,
         call.plane_BH, safe, terms,
     )  # fmt: skip
-
-
-def reference(call: Call) -> Softmax:
-    """Computes the same in plain float64 numpy, one head at a time, as in a textbook."""
-    query, key, value = (
-        x.double().numpy() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE)
-    )
-    (B, H, L, D), (_, G, S, _) = query.shape, key.shape
-    weights, scores = np.zeros((B, H, L, S)), np.full((B, H, L, S), -np.inf)
-    output = np.zeros((B, H, L, value.shape[-1]))
-    for b, h in np.ndindex(B, H):
-        valid = S if call.key_lengths_B is None else int(call.key_lengths_B[b])
-        offset = valid - L if call.query_offset == "end" else call.query_offset
-        k, v = key[b, h * G // H, :valid], value[b, h * G // H, :valid]
-        s = query[b, h] @ k.T * (1 / np.sqrt(D) if call.scale is None else call.scale)
-        if call.softcap is not None:
-            s = call.softcap * np.tanh(s / call.softcap)
-        i, j = np.ogrid[offset : offset + L, :valid]
-        if call.mask_BHLS is not None:
-            mask = call.mask_BHLS.expand(B, H, L, S)[b, h, :, :valid]
-            s = (
-                np.where(mask, s, -np.inf)
-                if mask.dtype == torch.bool
-                else s + mask.double().numpy()
-            )
-        if call.alibi_slopes_H is not None:
-            s = s + float(call.alibi_slopes_H[h]) * (j - i)
-        left, right = call.window or (None, None)
-        hidden = (j > i) & call.causal
-        hidden |= (j < i - left) if left is not None else False
-        hidden |= (j > i + right) if right is not None else False
-        s[np.broadcast_to(hidden, s.shape)] = -np.inf
-        top = s.max(axis=-1, keepdims=True, initial=-np.inf)
-        sink = -np.inf if call.sinks_H is None else float(call.sinks_H[h])
-        top = np.maximum(top, sink)
-        top = np.where(np.isneginf(top), 0, top)
-        a = np.exp(s - top)
-        share = np.ones_like(top) if sink == np.inf else np.exp(sink - top)
-        total = a.sum(axis=-1, keepdims=True) + share
-        a /= np.maximum(total, np.finfo(float).tiny)
-        if call.dropout:
-            a *= _kept(call.dropout, call.seed, b * H + h, L, valid) / (1 - call.dropout)
-        weights[b, h, :, :valid], scores[b, h, :, :valid], output[b, h] = a, s, a @ v
-    output_BHLE, weights_BHLS, scores_BHLS = map(torch.from_numpy, (output, weights, scores))
-    return Softmax(output_BHLE, weights_BHLS, scores_BHLS, backend="reference")
-
-
-def _kept(dropout: float, seed: int, plane_index: int, L: int, S: int) -> Any:
-    """Returns the dropout mask by the definition of `common/dropout.py`, in unsigned numpy.
-
-    It does not share code with `common/dropout.py`.
-    """
-
-    def mix(x: Any) -> Any:
-        x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-        x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
-        return x ^ (x >> 16)
-
-    low, high, plane = (np.array([w], np.uint32) for w in (seed % 2**32, seed >> 32, plane_index))
-    i, j = np.arange(L, dtype=np.uint32)[:, None], np.arange(S, dtype=np.uint32)
-    u = mix(mix(mix(mix(mix(low) ^ high) ^ plane) ^ i) ^ mix(~j))
-    return u >= np.floor(dropout * 2.0**32)
 
 
 def steps(call: Call) -> dict[str, Tensor]:

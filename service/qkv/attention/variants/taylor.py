@@ -14,11 +14,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 
 from qkv.attention.common.cosine_sums import average_by_cosines
 from qkv.attention.common.feature_sums import feature_sums
@@ -30,7 +29,6 @@ from qkv.attention.common.gradients import (
 )
 from qkv.attention.common.guards import are_wide, bounds, holds, is_finite, occurs
 from qkv.attention.common.powers_of_2 import split_exponents
-from qkv.attention.common.reference_state import HeadState
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -47,6 +45,7 @@ from qkv.attention.common.score_steps import (
     input_steps,
     per_query_head,
     seen_keys,
+    sums_before,
     zero_padding,
 )
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
@@ -76,8 +75,8 @@ STEPS: Final = (
         "key's.", rows="L",
     ),
     Step(
-        "terms", "B H L S", "1 + q'_i . k'_j", "1 plus the cosine: the first two terms of e^x at "
-        "the cosine; 0 where the query does not see the key.", rows="L",
+        "terms", "B H L S", "1 + q'_i . k'_j", "1 plus the cosine, as |q'_i + k'_j|^2 / 2: the "
+        "first two terms of e^x at the cosine; 0 where the query does not see the key.", rows="L",
     ),
     Step(
         "row_sums", "B H L", "n + q'_i . sum_l k'_l", "The sum of each row of terms.", rows="L",
@@ -91,8 +90,8 @@ STEPS: Final = (
         "sees.", rows="L",
     ),
     Step(
-        "output", "B H L E", None, "The query's value_sums plus its direction times its "
-        "direction_sums, divided by its row sum.", rows="L",
+        "output", "B H L E", None, "The weights times the values: the query's value_sums plus its "
+        "direction times its direction_sums, divided by its row sum.", rows="L",
     ),
 )  # fmt: skip
 
@@ -421,60 +420,46 @@ def _block(features: _Features, rows: slice) -> Tensor:
     return block.flatten(1, 2)
 
 
-def reference(call: Call) -> Taylor:
-    """Computes the same in plain float64 numpy, row by row, with 1 + q' . k' = |q' + k'|^2 / 2."""
-    query, key, value = (
-        x.double().numpy() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE)
-    )
-    (B, H, L, D), (_, G, S, _), E = query.shape, key.shape, value.shape[-1]
-
-    def direction(x: np.ndarray) -> np.ndarray:
-        largest = np.abs(x).max(-1, keepdims=True)
-        x = x / np.where(largest == 0, 1, largest)
-        return x / np.where(largest == 0, 1, np.linalg.norm(x, axis=-1, keepdims=True))
-
-    weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, E))
-    for b, h in np.ndindex(B, H):
-        valid, g = S if call.key_lengths_B is None else int(call.key_lengths_B[b]), h * G // H
-        offset = valid - L if call.query_offset == "end" else call.query_offset
-        before = HeadState.of(call.past, (b, g), D + 1, D, E)
-        keys = direction(np.concatenate([before.key_CD, key[b, g, :valid]]))
-        values = np.concatenate([before.value_CE, value[b, g, :valid]])
-        first = len(before.key_CD)
-        for i, row in enumerate(direction(query[b, h, : L if call.past is None else valid])):
-            apart = np.sqrt(((row + keys) ** 2).sum(-1))
-            apart[apart <= (D + 4) * np.finfo(float).eps] = 0  # opposed, apart from rounding
-            a = apart**2 / 2
-            a[(keys == 0).all(-1) | (row == 0).all()] = 1
-            if call.causal:
-                a[max(0, first + i + offset + 1) :] = 0
-            shared = before.sums_FW[0] + row @ before.sums_FW[1:]
-            total = a.sum() + shared[-1] or 1
-            weights[b, h, i, :valid] = a[first:] / total
-            output[b, h, i] = (a / total) @ values + shared[:-1] / total
-    return Taylor(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
-
-
 def steps(call: Call) -> dict[str, Tensor]:
-    """Returns the steps by name, from float64 tensors: the output by sums, not by the weights."""
-    query = call.query_BHLD
+    """Returns the steps by name, from float64 tensors: terms as |q' + k'|^2 / 2.
+
+    The output is the weights times the values: the sums of values and directions cancel where keys
+    are opposed to the query.
+    """
+    query, D = call.query_BHLD, call.query_BHLD.shape[-1]
     key, value = (zero_padding(x, call.key_lengths_B) for x in (call.key_BGSD, call.value_BGSE))
-    query_way, key_way = (normalize(x, dim=-1, eps=1e-300) for x in (query, key))
     seen_BLS, _ = seen_keys(query, key, call.key_lengths_B, call.causal, call.query_offset)
-    cosines = query_way @ per_query_head(key_way, query).mT
-    terms, seen = (1 + cosines) * seen_BLS[:, None], seen_BLS.double()
-    row_sums = terms.sum(-1)
-    divisors = row_sums.masked_fill(row_sums == 0, 1.0)[..., None]
-    value_sums = torch.einsum("bls,bgse->bgle", seen, value)
-    direction_sums = torch.einsum("bls,bgsd,bgse->bglde", seen, key_way, value)
-    shared_BHLE, shared_BHLDE = (per_query_head(x, query) for x in (value_sums, direction_sums))
-    output = shared_BHLE + torch.einsum("bhld,bhlde->bhle", query_way, shared_BHLDE)
+    query_way, key_way = map(_way, (query, key))
+    key_BHSD, value_BHSE = (per_query_head(x, query) for x in (key_way, value))
+    apart_BHLS = (query_way[:, :, :, None] + key_BHSD[:, :, None]).square().sum(-1)
+    opposed = ((D + 4) * torch.finfo(torch.float64).eps) ** 2  # the rounding of two directions
+    terms = apart_BHLS.masked_fill(apart_BHLS <= opposed, 0.0) / 2
+    no_query_BHL1, no_key_BHS = (query_way == 0).all(-1, keepdim=True), (key_BHSD == 0).all(-1)
+    terms = terms.masked_fill(no_query_BHL1 | no_key_BHS[:, :, None], 1.0)
+    terms = terms.masked_fill(~seen_BLS[:, None], 0.0)
+    sums_BHFW = per_query_head(sums_before(call.past, value, (D + 1, value.shape[-1] + 1)), query)
+    shared_BHLW = sums_BHFW[:, :, :1] + query_way @ sums_BHFW[:, :, 1:]
+    row_sums = terms.sum(-1, keepdim=True) + shared_BHLW[..., -1:]
+    divisors = row_sums.masked_fill(row_sums == 0, 1.0)
+    weights, seen = terms / divisors, seen_BLS.double()
     return {
         "query": query, "key": key, "value": value, "query_directions": query_way,
-        "key_directions": key_way, "cosines": cosines, "terms": terms, "row_sums": row_sums,
-        "weights": terms / divisors, "value_sums": value_sums, "direction_sums": direction_sums,
-        "output": output / divisors,
+        "key_directions": key_way, "cosines": query_way @ key_BHSD.mT, "terms": terms,
+        "row_sums": row_sums[..., 0], "weights": weights,
+        "value_sums": torch.einsum("bls,bgse->bgle", seen, value),
+        "direction_sums": torch.einsum("bls,bgsd,bgse->bglde", seen, key_way, value),
+        "output": weights @ value_BHSE + shared_BHLW[..., :-1] / divisors,
     }  # fmt: skip
+
+
+def _way(x: Tensor) -> Tensor:
+    """Returns x / |x|, from x over its largest number; 0 for a vector of norm 0."""
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    has_none = largest == 0
+    x = x / largest.masked_fill(has_none, 1.0)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).masked_fill(has_none, 1.0)
+    directions: Tensor = (x / norm).masked_fill(has_none, 0.0)
+    return directions
 
 
 def backward(
