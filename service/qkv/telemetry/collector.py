@@ -23,7 +23,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from qkv.telemetry.families import BUCKETS, OUTCOMES, STAGES, Family
+from qkv.telemetry.families import BATCH_CELLS, BUCKETS, FAMILIES, OUTCOMES, UNKNOWN, Family
 from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
 
@@ -64,7 +64,7 @@ class ServiceCollector(Collector):
         """Yields each family of metrics with its samples."""
         about, build = "The version and the device of the service.", (__version__, self._device)
         yield _family("gauge", "build_info", about, [(build, 1)], "version", "device")
-        for family in self._state.counters.families.values():
+        for family in FAMILIES:
             if family.help:
                 yield self._declared(family)
         yield self._rejected()
@@ -77,7 +77,7 @@ class ServiceCollector(Collector):
         """Returns a family that has the sums of its cells as they are."""
         samples = self._state.counters.samples(family)
         if family.kind == "histogram":
-            histograms = ((labels, counts, total) for labels, (*counts, total) in samples)
+            histograms = ((on, counts, s) for on, (*counts, s) in samples if UNKNOWN not in on)
             return _histogram(family.name, family.help, BUCKETS, histograms)
         values = ((labels, value) for labels, (value,) in samples)
         return _family(family.kind, family.name, family.help, values, *family.labels)
@@ -100,7 +100,7 @@ class ServiceCollector(Collector):
         )
         help_text = "Requests in a batch, without gradients."
         yield _histogram("batch_size", help_text, _BATCH_SIZES, histograms)
-        seconds = totals[..., 3 + STAGES.index("compute_infer")].sum(1).tolist()
+        seconds = totals[..., BATCH_CELLS.index("compute_infer")].sum(1).tolist()
         help_text = "Compute time of the device in seconds, once for each batch, without gradients."
         samples = zip(zip(variants), seconds, strict=True)
         yield _family("counter", "device_seconds", help_text, samples, "variant")

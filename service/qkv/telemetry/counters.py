@@ -11,38 +11,57 @@ import threading
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from qkv.telemetry.families import BUCKETS, MAX_KEYS, OTHER, OUTCOMES, Family
+from qkv.telemetry.families import (
+    BATCH_CELLS,
+    BUCKETS,
+    FAMILIES,
+    MAX_KEYS,
+    OTHER,
+    OUTCOMES,
+    UNKNOWN,
+    Family,
+)
 from qkv.telemetry.times import Times
+
+_PER_SIZE: Final = len(BATCH_CELLS)
 
 
 class Counters:
     """The cells of all processes; create it before the fork.
 
     Args:
-        families: of which each process has the cells.
+        labels: the values of each label.
         processes: number of rows.
         flag_count: number of flags of the whole service.
 
     Attributes:
-        families: by name.
+        labels: as the argument.
         rows: a row for each process, with an array of float64 for each family, by its name.
         flags: of the whole service; a memoryview, since one is read for each request.
     """
 
-    def __init__(self, families: Sequence[Family], processes: int, flag_count: int) -> None:
-        self.families = {family.name: family for family in families}
+    def __init__(
+        self, labels: Mapping[str, Sequence[str]], processes: int, flag_count: int
+    ) -> None:
         # keys may be added while the service runs: each process names those that it has seen
-        names = ("key_names", "S64", (MAX_KEYS,))
-        row = np.dtype([*((f.name, "f8", f.shape) for f in families), names])
+        self.labels = {**labels, "key": ("",) * MAX_KEYS}
+        row = np.dtype(
+            [(f.name, "f8", self._shape(f)) for f in FAMILIES] + [("key_names", "S64", (MAX_KEYS,))]
+        )
         block = mmap.mmap(-1, row.itemsize * processes + flag_count)  # shared with forks
         self.rows: Any = np.frombuffer(block, row, processes)
         self.flags = memoryview(block)[self.rows.nbytes :].cast("?")
+
+    def _shape(self, family: Family) -> tuple[int, ...]:
+        sizes = tuple(len(self.labels[label]) for label in family.labels)
+        return (*sizes, len(BUCKETS) + 2) if family.kind == "histogram" else sizes
 
     def cells(self, process: int, name: str) -> memoryview[float]:
         """Returns the cells of a family in the row of a process. They are faster to write than
@@ -50,11 +69,16 @@ class Counters:
         cells: memoryview[float] = self.rows[name][process : process + 1].reshape(-1).data
         return cells
 
-    def cells_by_label(self, process: int, name: str) -> dict[str, memoryview[float]]:
-        """Returns the same cells by the values of the first label."""
-        cells, labels = self.cells(process, name), next(iter(self.families[name].labels.values()))
-        size = len(cells) // max(1, len(labels))
-        return {value: cells[i * size : (i + 1) * size] for i, value in enumerate(labels)}
+    def cells_by(
+        self, process: int, label: str, *names: str
+    ) -> dict[str, tuple[memoryview[float], ...]]:
+        """Returns the same cells of families by the values of a label, the first of each."""
+        values, families = self.labels[label], [self.cells(process, name) for name in names]
+        sizes = [len(cells) // max(1, len(values)) for cells in families]
+        return {
+            value: tuple(c[i * n : (i + 1) * n] for c, n in zip(families, sizes, strict=True))
+            for i, value in enumerate(values)
+        }
 
     def total(self, name: str) -> Any:
         """Returns the sums of all processes, with the shape of the family."""
@@ -70,13 +94,14 @@ class Counters:
                 totals[name.decode()] += value
             yield from (((name,), [totals[name]]) for name in sorted(totals))
             return
-        labels = list(product(*family.labels.values()))
-        totals_of = self.total(family.name).reshape(len(labels), family.cell_count).tolist()
-        yield from zip(labels, totals_of, strict=True)
+        cell_count = len(BUCKETS) + 2 if family.kind == "histogram" else 1
+        cells = self.total(family.name).reshape(-1, cell_count).tolist()
+        values = product(*(self.labels[label] for label in family.labels))
+        yield from zip(values, cells, strict=True)
 
     def clear_gauges(self, process: int) -> None:
         """Clears the cells of a process that has ended, except for its counts."""
-        for family in self.families.values():
+        for family in FAMILIES:
             if family.kind == "gauge":
                 self.rows[family.name][process] = 0.0
 
@@ -92,30 +117,22 @@ class Recorder:
     """
 
     def __init__(self, counters: Counters, process: int) -> None:
-        def cells(name: str) -> memoryview[float]:
-            return counters.cells(process, name)
-
-        def by_label(name: str) -> dict[str, memoryview[float]]:
-            return counters.cells_by_label(process, name)
-
-        durations, waits = by_label("request_duration_seconds"), by_label("queue_wait_seconds")
-        compute = by_label("compute_seconds")
-        self._histograms = {
-            name: (durations[name], waits[name], compute[name]) for name in durations
-        }
+        cells, cells_by = partial(counters.cells, process), partial(counters.cells_by, process)
+        requests = cells_by("variant", "requests") | {OTHER: (cells("other_requests"),)}
+        self._requests = {name: outcomes for name, (outcomes,) in requests.items()}
         self._outcomes = {name: place for place, name in enumerate(OUTCOMES)}
-        self._requests = by_label("requests") | {OTHER: cells("other_requests")}
+        times = ("request_duration_seconds", "queue_wait_seconds", "compute_seconds")
+        self._histograms = cells_by("variant", *times)
+        del self._histograms[UNKNOWN]  # runs nothing
         self._received, self._sent = cells("request_body_bytes"), cells("response_body_bytes")
         self._dropped_lines = cells("log_lines_dropped")
         self._checks = cells("batches_with_other_bits"), cells("batches_with_same_bits")
-        runs, seconds = by_label("layer_runs"), by_label("layer_compute_seconds")
-        self._layers = {name: (runs[name], seconds[name]) for name in runs}
+        self._layers = cells_by("layer", "layer_runs", "layer_compute_seconds")
         self._key_names = counters.rows["key_names"][process]
         self._key_places = {n.decode(): i for i, n in enumerate(self._key_names.tolist()) if n}
         self._keys = [cells(f"key_{of}") for of in ("requests", "rejected", "compute_seconds")]
-        model = ("last_inference_ms", "failures", "failure_seconds", "shared_seconds", "batches")
-        of_model = [by_label(name) for name in model]
-        self._models = {name: tuple(rows[name] for rows in of_model) for name in of_model[0]}
+        self._batches = cells_by("model", "last_inference_ms", "shared_seconds", "batches")
+        self._failures = cells_by("model", "failures", "failure_seconds")
         self._lock = threading.Lock()
         self.variants, self.layers = self._histograms.keys(), self._layers.keys()
 
@@ -193,8 +210,8 @@ class Recorder:
             name: name of the model.
             requests: the times of each request.
         """
-        last, _, _, shared, sizes = self._models[name]
-        first = 6 * (len(requests) - 1)
+        last, shared, sizes = self._batches[name]
+        first = _PER_SIZE * (len(requests) - 1)
         with self._lock:
             last[0] = time.time() * 1e3
             sizes[first] += 1
@@ -217,7 +234,7 @@ class Recorder:
             name: name of the model.
             total_s: seconds since its submission.
         """
-        _, failures, seconds, _, _ = self._models[name]
+        failures, seconds = self._failures[name]
         with self._lock:
             failures[0] += 1
             seconds[0] += total_s

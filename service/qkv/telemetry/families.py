@@ -6,9 +6,7 @@ has a help text, the metric in GET /metrics (`collector`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from qkv.errors import QkvError
 
@@ -31,119 +29,91 @@ MAX_KEYS: Final = 4096
 
 STAGES: Final = ("compute_input", "compute_infer", "compute_output")
 """Stages of a job, as Triton names them (docs/protocol/extension_statistics.md)."""
+BATCH_CELLS: Final = ("count", "success", "queue", *STAGES)
+"""Cells of a batch size: batches, then the seconds of their requests, in the queue and by stage."""
 
 
-class Family:
+class Family(NamedTuple):
     """A family of cells: each process has one for every combination of the values of its labels.
 
-    Args:
-        kind: cells of a gauge are cleared when their process ends; the others outlive it.
+    Attributes:
+        kind: cells of a gauge are cleared when their process ends; the others outlive it. A
+            histogram has a cell for each bucket, the last without a bound, and one for its sum.
         name: in GET /metrics it has the prefix `qkv_`.
         help: of the metric; empty: GET /metrics does not have these cells as they are.
-        **labels: the values of each label; the names of keys are in shared memory.
-
-    Attributes:
-        cell_count: number of cells for each combination. A histogram has one for each bucket, the
-            last without a bound, and one for its sum.
-        shape: the number of values of each label, then `cell_count` of a histogram.
+        labels: their names; `SharedState` knows the values.
     """
 
-    def __init__(
-        self,
-        kind: Literal["counter", "gauge", "histogram"],
-        name: str,
-        help: str = "",
-        **labels: Sequence[str],
-    ) -> None:
-        self.kind, self.name, self.help, self.labels = kind, name, help, labels
-        sizes = tuple(map(len, labels.values()))
-        self.cell_count = len(BUCKETS) + 2 if kind == "histogram" else 1
-        self.shape = (*sizes, self.cell_count) if kind == "histogram" else sizes
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    help: str = ""
+    labels: tuple[str, ...] = ()
 
 
-_counter, _gauge, _histogram = (
-    partial(Family, "counter"),
-    partial(Family, "gauge"),
-    partial(Family, "histogram"),
+FAMILIES: Final = (
+    Family("counter", "requests", "Requests to run a variant, by outcome.", ("variant", "outcome")),
+    Family("counter", "other_requests", "All other requests.", ("outcome",)),
+    Family("counter", "request_body_bytes", "Bytes of request bodies."),
+    Family("counter", "response_body_bytes", "Bytes of response bodies."),
+    Family("counter", "log_lines_dropped", "Lines of the request log that were dropped."),
+    Family("counter", "key_requests", "Requests of the API key.", ("key",)),
+    Family(
+        "counter",
+        "key_rejected",
+        "Requests of the API key beyond its share of the queue.",
+        ("key",),
+    ),
+    Family("counter", "key_compute_seconds", "Compute time of its requests, in seconds.", ("key",)),
+    Family(
+        "histogram",
+        "request_duration_seconds",
+        "From the headers of a request to the end of its response.",
+        ("variant",),
+    ),
+    Family(
+        "histogram",
+        "queue_wait_seconds",
+        "From the submission of a job to its start.",
+        ("variant",),
+    ),
+    Family(
+        "histogram",
+        "compute_seconds",
+        "The call that ran a job; jobs of one batch share it.",
+        ("variant",),
+    ),
+    Family("counter", "layer_runs", "Runs of a loaded layer.", ("layer",)),
+    Family(
+        "counter",
+        "layer_compute_seconds",
+        "The calls that ran a loaded layer; jobs of one batch share them.",
+        ("layer",),
+    ),
+    Family(
+        "counter", "batches_with_same_bits", "Checks that found the same bits in a batch as alone."
+    ),
+    Family(
+        "counter", "batches_with_other_bits", "Checks that found other bits in a batch than alone."
+    ),
+    # the statistics of the Open Inference Protocol
+    Family("counter", "last_inference_ms", labels=("model",)),
+    Family("counter", "failures", labels=("model",)),
+    Family("counter", "failure_seconds", labels=("model",)),
+    Family("counter", "shared_seconds", labels=("model", "stage")),
+    Family("counter", "batches", labels=("model", "size", "cell")),
+    # the state of processes, which all of them and the supervisor read
+    Family("gauge", "requests_in_progress", "Requests to run a variant without a response."),
+    Family("gauge", "connections", "Open connections."),
+    Family("gauge", "queue_depth", "Requests in the queue."),
+    Family("gauge", "queue_bytes", "Bytes of input and output tensors in the queue."),
+    Family("gauge", "queued_work", labels=("device",)),
+    Family("gauge", "memory_allocated"),
+    Family("gauge", "memory_reserved"),
+    Family("gauge", "memory_total"),
+    Family("gauge", "heartbeat"),  # last time its event loop ran; 0: not started
+    Family("gauge", "busy_since"),  # start of the batch that its device runs; 0: idle
+    Family("gauge", "pid"),  # id of the process; 0: not started
+    Family("gauge", "ready"),  # 1: accepts requests or jobs
+    Family("gauge", "was_ready"),  # 1: has accepted some since it started
+    Family("counter", "starts"),
 )
-
-
-def families(
-    variants: Sequence[str], layers: Sequence[str], devices: Sequence[str], max_batch_size: int
-) -> Iterator[Family]:
-    """Yields all families of a service with these variants, loaded layers, device processes and
-    largest batch."""
-    yield from _of_requests(variants, layers)
-    yield from _of_models((*variants, *layers), max_batch_size)
-    yield from _of_processes(devices)
-
-
-def _of_requests(variants: Sequence[str], layers: Sequence[str]) -> tuple[Family, ...]:
-    counter, histogram, key = _counter, _histogram, ("",) * MAX_KEYS
-    known = (*variants, UNKNOWN)
-    return (
-        counter(
-            "requests", "Requests to run a variant, by outcome.", variant=known, outcome=OUTCOMES
-        ),
-        counter("other_requests", "All other requests.", outcome=OUTCOMES),
-        counter("request_body_bytes", "Bytes of request bodies."),
-        counter("response_body_bytes", "Bytes of response bodies."),
-        counter("log_lines_dropped", "Lines of the request log that were dropped."),
-        counter("key_requests", "Requests of the API key.", key=key),
-        counter("key_rejected", "Requests of the API key beyond its share of the queue.", key=key),
-        counter("key_compute_seconds", "Compute time of its requests, in seconds.", key=key),
-        histogram(
-            "request_duration_seconds",
-            "From the headers of a request to the end of its response.",
-            variant=variants,
-        ),
-        histogram(
-            "queue_wait_seconds", "From the submission of a job to its start.", variant=variants
-        ),
-        histogram(
-            "compute_seconds",
-            "The call that ran a job; jobs of one batch share it.",
-            variant=variants,
-        ),
-        counter("layer_runs", "Runs of a loaded layer.", layer=layers),
-        counter(
-            "layer_compute_seconds",
-            "The calls that ran a loaded layer; jobs of one batch share them.",
-            layer=layers,
-        ),
-    )
-
-
-def _of_models(models: Sequence[str], max_batch_size: int) -> tuple[Family, ...]:
-    """Returns the families of which the statistics of the Open Inference Protocol consist."""
-    sizes = tuple(map(str, range(1, max_batch_size + 1)))
-    cells = ("count", "success", "queue", *STAGES)
-    return (
-        _counter("last_inference_ms", model=models),
-        _counter("failures", model=models),
-        _counter("failure_seconds", model=models),
-        _counter("shared_seconds", model=models, stage=STAGES),
-        _counter("batches", model=models, size=sizes, cell=cells),
-    )
-
-
-def _of_processes(devices: Sequence[str]) -> tuple[Family, ...]:
-    """Returns the families of the state of processes, which all of them and the supervisor read."""
-    return (
-        _gauge("requests_in_progress", "Requests to run a variant without a response."),
-        _gauge("connections", "Open connections."),
-        _gauge("queue_depth", "Requests in the queue."),
-        _gauge("queue_bytes", "Bytes of input and output tensors in the queue."),
-        _gauge("memory_allocated"),
-        _gauge("memory_reserved"),
-        _gauge("memory_total"),
-        _counter("batches_with_same_bits", "Checks that found the same bits in a batch as alone."),
-        _counter("batches_with_other_bits", "Checks that found other bits in a batch than alone."),
-        _gauge("queued_work", device=devices),
-        _gauge("heartbeat"),  # last time its event loop ran; 0: not started
-        _gauge("busy_since"),  # start of the batch that its device runs; 0: idle
-        _gauge("pid"),  # id of the process; 0: not started
-        _gauge("ready"),  # 1: accepts requests or jobs
-        _gauge("was_ready"),  # 1: has accepted some since it started
-        _counter("starts"),
-    )

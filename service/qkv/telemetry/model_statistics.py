@@ -15,7 +15,7 @@ from qkv.telemetry.families import STAGES
 def triton_statistics(counters: Counters, name: str) -> dict[str, Any]:
     """Returns the sums of all processes: durations in nanoseconds, and the time of the last
     inference in milliseconds since 1970."""
-    model = counters.families["batches"].labels["model"].index(name)
+    model = counters.labels["model"].index(name)
     sizes = counters.total("batches")[model]
     batches = [(size, *row) for size, row in enumerate(sizes.tolist(), start=1) if row[0]]
     inferences = sum(size * int(count) for size, count, *_ in batches)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from qkv.telemetry.counters import Counters, Recorder
-from qkv.telemetry.families import STAGES, families
+from qkv.telemetry.families import BATCH_CELLS, FAMILIES, OUTCOMES, STAGES, UNKNOWN
 
 __all__ = ["SharedState", "WorkerState"]
 
@@ -58,8 +58,17 @@ class SharedState:
         self._stuck_s, self._stuck_device_s = stuck_s, stuck_device_s
         self._workers, self.variants, self.devices = workers, tuple(variants), tuple(devices)
         self.models = (*variants, *layers)
-        every = tuple(families(variants, layers, devices, max_batch_size))
-        self.counters = Counters(every, workers + len(devices), 1 + len(self.models))
+        labels = {
+            "variant": (*variants, UNKNOWN),
+            "outcome": OUTCOMES,
+            "layer": layers,
+            "model": self.models,
+            "size": tuple(map(str, range(1, max_batch_size + 1))),
+            "cell": BATCH_CELLS,
+            "stage": STAGES,
+            "device": devices,
+        }
+        self.counters = Counters(labels, workers + len(devices), 1 + len(self.models))
         self._rows = self.counters.rows
         self._flags = self.counters.flags  # the service drains; each model is unloaded
         self._flag_places = {name: place for place, name in enumerate(self.models, start=1)}
@@ -142,7 +151,7 @@ class SharedState:
         """The number of inferences of each device process, and their seconds of computation, each
         batch counted once."""
         sizes = self.device_rows["batches"][:, : len(self.variants)].sum(1)
-        counts, seconds = sizes[..., 0], sizes[..., 3 + STAGES.index("compute_infer")].sum(1)
+        counts, seconds = sizes[..., 0], sizes[..., BATCH_CELLS.index("compute_infer")].sum(1)
         inferences = counts @ np.arange(1, counts.shape[1] + 1)
         return list(zip(inferences.astype(int).tolist(), seconds.tolist(), strict=True))
 
@@ -165,10 +174,8 @@ class SharedState:
     def device_memory_bytes(self) -> int:
         """The memory of all devices; processes on one device share its total."""
         names = [""] * self._workers + list(self.devices)
-        sizes: dict[str, int] = {}
-        for name, size in zip(names, self._rows["memory_total"].tolist(), strict=True):
-            sizes[name] = max(int(size), sizes.get(name, 0))
-        return sum(sizes.values())
+        totals = sorted(zip(names, self._rows["memory_total"].tolist(), strict=True))
+        return int(sum(dict(totals).values()))  # 0 of a process that starts is not the last
 
     @property
     def pids(self) -> list[int]:
@@ -197,8 +204,8 @@ class WorkerState:
         self.shared_state = shared_state
         self.recorder = Recorder(shared_state.counters, index)
         self._cells = {
-            name: shared_state.counters.cells(index, name)
-            for name, family in shared_state.counters.families.items()
+            family.name: shared_state.counters.cells(index, family.name)
+            for family in FAMILIES
             if family.kind == "gauge" and not family.labels
         }
         self._in_flight = self._cells["requests_in_progress"]
