@@ -76,7 +76,7 @@ def test_metrics_are_counted_with_device_processes(command: Command) -> None:
     )  # fmt: skip
     assert started.url
     text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-    assert 'qkv_device_process_up{process="0",device="cpu"} 1\n' in text
+    assert 'qkv_device_process_up{device="cpu",process="0"} 1.0\n' in text
     assert started.end() == 0
 
 
