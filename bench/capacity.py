@@ -38,7 +38,7 @@ FORMS: Final = {
 _SHAPES: Final = SHAPES | {"32 × M": (32, 8, 128, 64)}
 _TIMEOUT_S: Final = 60.0
 _ROUNDINGS: Final = {torch.float32: 64, torch.bfloat16: 8}
-_REQUESTS: Final = re.compile(r"^qkv_requests_total\{.*\} (\d+)", re.MULTILINE)
+_REQUESTS: Final = re.compile(r"^qkv_requests_total\{.*\} (\S+)", re.MULTILINE)
 
 
 class Plan(NamedTuple):
@@ -178,7 +178,7 @@ def _measure(service: Service, request: BenchRequest, plan: Plan) -> RequestTime
 def _count_requests(address: tuple[str, int]) -> int:
     """Returns the number of requests that the service has run."""
     text = httpx.get(f"http://{address[0]}:{address[1]}/metrics", timeout=_TIMEOUT_S).text
-    return sum(map(int, _REQUESTS.findall(text)))
+    return round(sum(map(float, _REQUESTS.findall(text))))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -123,9 +123,9 @@ def test_runs_count_for_the_layer_and_for_the_variant(loaded: Server, triton: An
     lines = [
         f'qkv_layer_runs_total{{layer="{NAME}"}}',
         'qkv_layer_runs_total{layer="small.encoder.layer.0"}',
-        'qkv_requests_total{variant="softmax",outcome="ok"}',
-        'qkv_requests_total{variant="linear",outcome="ok"}',
-        'qkv_requests_total{variant="unknown",outcome="ok"}',
+        'qkv_requests_total{outcome="ok",variant="softmax"}',
+        'qkv_requests_total{outcome="ok",variant="linear"}',
+        'qkv_requests_total{outcome="ok",variant="unknown"}',
     ]
     before, sampled = [counts(name) for name in names], [sample(line) for line in lines]
     triton.infer(NAME, infer_inputs({"x": X}))

@@ -260,7 +260,7 @@ def test_connection_errors_are_observed(
     assert ids == [line["request_id"].encode()]
     assert body.startswith(b'{"error":' if path == INFER else b'{"type":"urn:qkv:problem:')
     assert (b"mine" in ids) == (b"mine" in sent)
-    counted = f'qkv_requests_total{{variant="softmax",outcome="{outcome}"}} 1' in counts
+    counted = f'qkv_requests_total{{outcome="{outcome}",variant="softmax"}} 1.0' in counts
     assert counted == (method == "POST")
     (rejected,) = re.findall(r'qkv_rejected_total\{reason="([^"]*)"\} [1-9]', counts)
     assert rejected == outcome

@@ -113,7 +113,7 @@ def test_client_disconnect_is_counted(serve: Callable[..., Server]) -> None:
 
     def left() -> bool:
         return (
-            'qkv_other_requests_total{outcome="client-disconnected"} 1\n'
+            'qkv_other_requests_total{outcome="client-disconnected"} 1.0\n'
             in own.http.get("/metrics").text
         )
 

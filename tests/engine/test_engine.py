@@ -331,7 +331,7 @@ def test_rate_is_known_after_the_first_long_batch_of_a_client() -> None:
         return launch(jobs, *how)
 
     async def test(engine: Engine) -> None:
-        await engine.prepare(SharedState(1, models=tuple(variants())).worker(0))
+        await engine.prepare(SharedState(1, variants=tuple(variants())).worker(0))
         after_warm_up = engine.flops_per_s
         job = plain(1, length=2048)  # a small one runs on the event loop
         await engine.submit(job)

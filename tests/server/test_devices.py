@@ -102,7 +102,7 @@ def test_sigterm_completes_the_jobs_of_both(start: Start) -> None:
     pids = device_process_pids(service)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    content, in_progress = body(1), "qkv_requests_in_progress 6"
+    content, in_progress = body(1), "qkv_requests_in_progress 6.0"
     with ThreadPoolExecutor(6) as pool:
         url = service.url + PATH
         runs = [

@@ -42,8 +42,8 @@ def test_metrics_port_has_metrics_alone_without_a_key(command: Command) -> None:
     )
     assert run.status_code == 200
     text = httpx.get(f"{metrics}/metrics").text
-    assert 'qkv_requests_total{variant="softmax",outcome="ok"} 1\n' in text
-    assert "qkv_workers_ready 2\n" in text
+    assert 'qkv_requests_total{outcome="ok",variant="softmax"} 1.0\n' in text
+    assert "qkv_workers_ready 2.0\n" in text
     for path in ("/", "/docs", "/livez", "/v1/variants", "/v1/attention/softmax", "/metrics/"):
         assert_problem(httpx.get(metrics + path), 404)
     assert_problem(httpx.post(f"{metrics}/metrics"), 405)
@@ -65,7 +65,7 @@ def test_metrics_survive_each_worker(command: Command) -> None:
         assert httpx.get(f"{metrics}/metrics", timeout=30).status_code == 200
         wait_until(lambda: not killed & set(child_pids(started.popen.pid)))
         wait_until(lambda: status_of(started.url, "/readyz") == 200)
-        assert "qkv_workers_ready 2\n" in httpx.get(f"{metrics}/metrics").text
+        assert "qkv_workers_ready 2.0\n" in httpx.get(f"{metrics}/metrics").text
 
 
 def test_metrics_are_counted_with_device_processes(command: Command) -> None:
@@ -76,7 +76,7 @@ def test_metrics_are_counted_with_device_processes(command: Command) -> None:
     )  # fmt: skip
     assert started.url
     text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-    assert 'qkv_device_process_up{process="0",device="cpu"} 1\n' in text
+    assert 'qkv_device_process_up{device="cpu",process="0"} 1.0\n' in text
     assert started.end() == 0
 
 

@@ -83,7 +83,7 @@ def test_large_bodies_are_received_whole(server: Server) -> None:
 @pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 128, 64), (1, 8, 1024, 32)])
 def test_body_in_pieces_is_counted_once(server: Server, shape: tuple[int, ...]) -> None:
     """By the parser or past it, with the next request close behind."""
-    metrics = server.runtime.worker.shared_state.metrics
+    counters = server.runtime.worker.shared_state.counters
     body, length = encode_body(random_inputs(0, shape))
     request = encode_request(body, length)
     head = len(request) - len(body)
@@ -91,12 +91,12 @@ def test_body_in_pieces_is_counted_once(server: Server, shape: tuple[int, ...]) 
         caller.send(request)
         first = caller.read_response()[2]
         for cuts in ([head], [head + 9], [head + 1, head + 77], [head // 2, len(request) - 1]):
-            before, ends = metrics.totals["request_body_bytes"], [0, *cuts, len(request)]
+            before, ends = counters.total("request_body_bytes"), [0, *cuts, len(request)]
             for begin, end in itertools.pairwise(ends):
                 caller.send(request[begin:end])
                 time.sleep(0.02)
             assert caller.read_response()[2] == first
-            assert metrics.totals["request_body_bytes"] - before == len(body)
+            assert counters.total("request_body_bytes") - before == len(body)
         caller.send(request[: head + 9])
         time.sleep(0.02)
         caller.send(request[head + 9 :] + request)

@@ -141,7 +141,7 @@ def test_request_that_fails_gets_500_and_the_next_one_runs(
         "execute": (server.engine.batch_runner, "launch"),
         "encode": (open_inference, "encode_tensors"),
     }
-    metrics = server.runtime.worker.shared_state.metrics
+    counters = server.runtime.worker.shared_state.counters
     arrays = random_inputs(0)
     body, length = encode_body(arrays)
     request, output = encode_request(body, length), output_alone(arrays)
@@ -149,7 +149,7 @@ def test_request_that_fails_gets_500_and_the_next_one_runs(
         for client in (caller, other):
             client.send(request)
             assert client.read_response()[2] == output
-        before = metrics.totals["request_body_bytes"]
+        before = counters.total("request_body_bytes")
         with monkeypatch.context() as patch:
             patch.setattr(*targets[step], fail)
             caller.send(request)
@@ -157,7 +157,7 @@ def test_request_that_fails_gets_500_and_the_next_one_runs(
             problem = caller.rest()
         assert list(json.loads(problem)) == ["error"]
         assert b"marked" not in problem
-        assert metrics.totals["request_body_bytes"] - before == len(body)
+        assert counters.total("request_body_bytes") - before == len(body)
         for client in (caller, other):
             client.send(request)
             assert client.read_response()[2] == output

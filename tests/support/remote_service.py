@@ -43,7 +43,7 @@ class Service:
         self._layers: LoadedLayers = options.pop("layers", NO_LAYERS)
         self.shared_state = SharedState(
             workers,
-            models=tuple(variants()),
+            variants=tuple(variants()),
             max_batch_size=32,
             devices=["cpu"] * devices,
             layers=self._layers.names,

@@ -19,15 +19,16 @@ from typing import Any, Final
 import httpx
 import pytest
 import torch
+from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from ruamel.yaml import YAML
 
-from qkv.api.endpoints.metrics import exposition
 from qkv.attention.catalogue import variants
 from qkv.jobs.plan import Plan
-from qkv.telemetry.metrics import BUCKETS, OUTCOMES, MetricsRecorder, SharedMetrics
-from qkv.telemetry.model_stats import ModelStatsRecorder
+from qkv.telemetry.collector import ServiceCollector
+from qkv.telemetry.counters import Recorder
+from qkv.telemetry.families import BUCKETS, OUTCOMES
 from qkv.telemetry.times import Times
 from qkv.telemetry.worker_state import SharedState, WorkerState
 from support.paths import ROOT
@@ -107,29 +108,27 @@ def test_histograms_add_up(server: Server) -> None:
 
 
 def test_bucket_includes_its_upper_bound() -> None:
-    metrics = SharedMetrics(["one", "two"], 2)
-    for process in range(2):
-        metrics_recorder = metrics.recorder(process)
+    state = SharedState(2, variants=["one", "two"])
+    recorders = [state.worker(index).recorder for index in range(2)]
+    for recorder in recorders:
         for times in (
             Times(queue_s=BUCKETS[3], compute_s=1e9),
             Times(queue_s=BUCKETS[3] * 1.001),
         ):
-            metrics_recorder.record_response("two", "internal", 1.0, 0, times)
-    counts, total = metrics.histogram("two", "queue_wait")
+            recorder.record_response("two", "internal", 1.0, 0, times)
+    total = state.counters.total
+    *counts, seconds = total("queue_wait_seconds")[1].tolist()
     assert counts == [0, 0, 0, 2, 2, *[0] * (len(BUCKETS) - 4)]
-    assert total == pytest.approx(4.002 * BUCKETS[3])
-    counts, total = metrics.histogram("two", "compute")
-    assert (counts[0], counts[-1], total) == (2, 2, 2e9)
-    assert sum(metrics.histogram("one", "compute")[0]) == 0
-    metrics.recorder(0).record_response("two", "deadline-exceeded", 1.0, 5, None)
-    metrics.recorder(1).record_response("two", "ok", 1.0, 6, None)
-    assert metrics.requests["two"] == dict.fromkeys(OUTCOMES, 0) | {
-        "ok": 1,
-        "deadline-exceeded": 1,
-        "internal": 4,
-    }
-    assert sum(metrics.histogram("two", "request_duration")[0]) == 1  # only of successful requests
-    assert metrics.totals["response_body_bytes"] == 11
+    assert seconds == pytest.approx(4.002 * BUCKETS[3])
+    *counts, seconds = total("compute_seconds")[1].tolist()
+    assert (counts[0], counts[-1], seconds) == (2, 2, 2e9)
+    assert total("compute_seconds")[0].sum() == 0
+    recorders[0].record_response("two", "deadline-exceeded", 1.0, 5, None)
+    recorders[1].record_response("two", "ok", 1.0, 6, None)
+    outcomes = dict(zip(OUTCOMES, total("requests")[1].tolist(), strict=True))
+    assert outcomes == dict.fromkeys(OUTCOMES, 0) | {"ok": 1, "deadline-exceeded": 1, "internal": 4}
+    assert total("request_duration_seconds")[1][:-1].sum() == 1  # only of successful requests
+    assert total("response_body_bytes") == 11
 
 
 def test_requests_on_every_path_count_once(serve: Callable[..., Server]) -> None:
@@ -173,18 +172,15 @@ def test_metrics_are_updated_before_the_response(
 ) -> None:
     """On every path all metrics are updated before the response is sent."""
     counted: list[str] = []
-    for kind, name in (
-        (ModelStatsRecorder, "record_batch"),
-        (MetricsRecorder, "record_response"),
-    ):
-        count = getattr(kind, name)
+    for name in ("record_batch", "record_response"):
+        count = getattr(Recorder, name)
 
         def slow(*args: Any, count: Any = count, what: str = name) -> None:
             time.sleep(0.05)
             count(*args)
             counted.append(what)
 
-        monkeypatch.setattr(kind, name, slow)
+        monkeypatch.setattr(Recorder, name, slow)
     server = serve()
     request = encode_request(*encode_body(random_inputs(0)))
     tasks = ["record_batch", "record_response"]
@@ -225,8 +221,8 @@ def test_response_bytes_are_counted_on_every_path(serve: Callable[..., Server]) 
     def counter_and_page_size() -> tuple[int, int]:
         """Returns the counter, and the size of the page itself, which is counted afterwards."""
         text = httpx.get(f"{server.url}/metrics").text
-        (found,) = re.findall(r"^qkv_response_body_bytes_total (\d+)$", text, re.MULTILINE)
-        return int(found), len(text)
+        (found,) = re.findall(r"^qkv_response_body_bytes_total (\S+)$", text, re.MULTILINE)
+        return int(float(found)), len(text)
 
     before, itself = counter_and_page_size()
     response_bytes = 0
@@ -444,9 +440,9 @@ def queries() -> list[str]:
 def text_with_device_processes() -> str:
     """Returns the page of a service with every metric that there can be on a CPU."""
     names = tuple(variants())
-    state = SharedState(1, models=names, devices=["cpu"], layers=["a.h.0"])
-    state.metrics.recorder(0).key_usage.add("alice")
-    return exposition(state, "cpu")
+    state = SharedState(1, variants=names, devices=["cpu"], layers=["a.h.0"])
+    state.worker(0).recorder.add_key("alice")
+    return generate_latest(ServiceCollector(state, "cpu")).decode()
 
 
 @pytest.mark.parametrize("query", queries())

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.process_collector import ProcessCollector
 
-from qkv.telemetry.process_usage import read_usage
+from qkv.telemetry.collector import process_families
 from support.processes import TIMEOUT_S, Process, wait_until, wait_until_asleep
 from support.service_processes import child_pids, status_of
 
@@ -54,33 +54,24 @@ def metrics(url: str) -> dict[str, float]:
     return {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
 
 
-def test_usage_of_one_process_is_that_of_the_client_library(sleepers: list[int]) -> None:
-    usage, theirs = read_usage(sleepers[0], []), collected(sleepers[0])
-    assert usage is not None
-    assert usage.cpu_seconds == theirs["process_cpu_seconds_total"] > 0
-    assert usage.resident_bytes == theirs["process_resident_memory_bytes"]
-    assert usage.virtual_bytes == theirs["process_virtual_memory_bytes"]
-    assert usage.open_files == theirs["process_open_fds"]
-    assert usage.max_files == theirs["process_max_fds"]
-    assert usage.start_time == theirs["process_start_time_seconds"]
-
-
 def test_usage_of_several_processes_is_their_sum(sleepers: list[int]) -> None:
     first, second = map(collected, sleepers)
-    usage = read_usage(sleepers[0], [sleepers[1], 2**22 + 1])  # the last one does not exist
-    assert usage is not None
-    for value, name in (
-        (usage.cpu_seconds, "process_cpu_seconds_total"),
-        (usage.resident_bytes, "process_resident_memory_bytes"),
-        (usage.virtual_bytes, "process_virtual_memory_bytes"),
-    ):
-        assert value == pytest.approx(first[name] + second[name], rel=1e-12)
-    assert usage.open_files == max(first["process_open_fds"], second["process_open_fds"])
-    assert usage.start_time == first["process_start_time_seconds"]
+    families = process_families([*sleepers, 2**22 + 1])  # the last one does not exist
+    found = {s.name: s.value for family in families for s in family.samples}
+    assert found == {
+        name: pytest.approx(value + second[name], rel=1e-12) for name, value in first.items()
+    } | {
+        "process_open_fds": max(first["process_open_fds"], second["process_open_fds"]),
+        "process_max_fds": first["process_max_fds"],
+        "process_start_time_seconds": min(
+            first["process_start_time_seconds"], second["process_start_time_seconds"]
+        ),
+    }
+    assert found["process_cpu_seconds_total"] > 0
 
 
 def test_usage_without_the_first_process_is_unknown() -> None:
-    assert read_usage(2**22 + 1, []) is None
+    assert process_families([2**22 + 1]) == []
 
 
 def test_cpu_time_of_a_worker_that_has_exited_counts(command: Callable[..., Process]) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 
 from qkv.server.process import usable_cpus
-from qkv.telemetry.metrics import Usage
 from qkv.telemetry.worker_state import SharedState, WorkerState
 
 
@@ -59,15 +58,21 @@ def use(worker: WorkerState, total_bytes: int) -> None:
     worker.set_memory((3, 4, total_bytes))
 
 
+def used(shared_state: SharedState) -> list[float]:
+    names = ("queue_depth", "queue_bytes", "memory_allocated", "memory_reserved")
+    totals = [float(shared_state.counters.total(name)) for name in names]
+    return [*totals, shared_state.device_memory_bytes]
+
+
 def test_memory_of_devices_is_a_sum_and_processes_of_one_device_share_its_total() -> None:
     shared_state = SharedState(1, devices=["cuda:0", "cuda:1", "cuda:0"])
     for number, total in enumerate((10, 7, 10)):
         use(shared_state.worker(1 + number), total)
-    assert shared_state.usage == Usage(3, 6, 9, 12, 17)
+    assert used(shared_state) == [3, 6, 9, 12, 17]
     shared_state = SharedState(3)  # each uses the same device
     for number in range(3):
         use(shared_state.worker(number), 10)
-    assert shared_state.usage == Usage(3, 6, 9, 12, 10)
+    assert used(shared_state) == [3, 6, 9, 12, 10]
 
 
 def test_restarts_of_device_processes_are_counted() -> None:
@@ -84,14 +89,14 @@ def test_queued_work_is_the_sum_of_all_workers_and_that_of_an_exited_one_is_clea
 
         def write(worker: int = worker, work: tuple[float, ...] = work) -> None:
             for number, each in enumerate(work):
-                shared_state.queued_work.set(worker, number, each)
+                shared_state.set_queued_work(worker, number, each)
 
         in_a_fork(write)
-    assert shared_state.queued_work.totals() == [11.0, 22.0, 3.0 + 2.0**60]
+    assert shared_state.queued_work == [11.0, 22.0, 3.0 + 2.0**60]
     shared_state.clear_row(2)  # of a device process
-    assert shared_state.queued_work.totals() == [11.0, 22.0, 3.0 + 2.0**60]
+    assert shared_state.queued_work == [11.0, 22.0, 3.0 + 2.0**60]
     shared_state.clear_row(1)
-    assert shared_state.queued_work.totals() == [1.0, 2.0, 3.0]
+    assert shared_state.queued_work == [1.0, 2.0, 3.0]
 
 
 def test_restarted_worker_has_a_cleared_row() -> None:

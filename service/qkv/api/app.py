@@ -63,6 +63,7 @@ from qkv.jobs.load import Load
 from qkv.jobs.loaded.checkpoint_loader import load_checkpoints
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.settings import Settings
+from qkv.telemetry.collector import ServiceCollector
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.worker_state import SharedState, WorkerState
 from qkv.version import __version__
@@ -200,7 +201,7 @@ def _build_runtime(
         worker.set_ready(True)
     engine: JobExecutor = remote or _new_engine(settings, settings.device, worker, layers)
     engine.admission.body_timeout_s = settings.read_timeout_s
-    recorder = worker.metrics_recorder
+    recorder = worker.recorder
     request_log = None
     if settings.request_log == "json":
         request_log = BackgroundWriter(1, recorder.add_dropped_log_lines, _LOG_INTERVAL_S)
@@ -210,7 +211,7 @@ def _build_runtime(
         worker=worker,
         engine=engine,
         job_runner=JobRunner(engine, settings, worker, layers),
-        api_keys=None if api_keys is None else ApiKeys(api_keys, recorder.key_usage.add),
+        api_keys=None if api_keys is None else ApiKeys(api_keys, recorder.add_key),
         observer=RequestObserver(recorder, request_log, traces),
         request_log=request_log,
         traces=traces,
@@ -262,7 +263,7 @@ def _routers(runtime: Runtime) -> tuple[list[APIRouter], dict[str, DirectRoute]]
     settings, engine, job_runner = runtime.settings, runtime.engine, runtime.job_runner
     shared_state = runtime.worker.shared_state
     handler = run.RunHandler(job_runner, settings)
-    models = ModelCatalogue(shared_state.models, job_runner.limits.layers)
+    models = ModelCatalogue(shared_state, job_runner.limits.layers)
     runs = [run.attention_router(handler), run.gradients_router(handler)]
     infer = open_inference_infer.router(job_runner, InferHandler(job_runner, models, settings))
     direct = {r.path: (r.get_route_handler(), dict[str, str]()) for r in _api_routes(*runs)}
@@ -283,7 +284,7 @@ def _routers(runtime: Runtime) -> tuple[list[APIRouter], dict[str, DirectRoute]]
         variants.router(),
         health.router(engine, shared_state),
         playground.router(),
-        metrics.router(shared_state, engine.device_name),
+        metrics.router(ServiceCollector(shared_state, engine.device_name)),
         open_inference_models.router(engine, shared_state, models),
         open_inference_repository.router(models),
     ]
@@ -300,7 +301,8 @@ def new_metrics_app(runtime: Runtime) -> FastAPI:
     Args:
         runtime: that of the service.
     """
-    router = metrics.router(runtime.worker.shared_state, runtime.engine.device_name)
+    collector = ServiceCollector(runtime.worker.shared_state, runtime.engine.device_name)
+    router = metrics.router(collector)
     app = FastAPI(openapi_url=None, middleware=_middleware(runtime), **_PLAIN)
     app.include_router(router)
     return app
@@ -375,7 +377,7 @@ def _new_engine(
         idle_threads=worker.idle_threads,
         on_busy=worker.set_busy,
         preload=[layers[name] for name in layers.names] if settings.preload else (),
-        verifier=BatchVerifier(settings.verify_batches, worker.metrics_recorder.record_batch_check),
+        verifier=BatchVerifier(settings.verify_batches, worker.recorder.record_batch_check),
     )
 
 
@@ -410,7 +412,7 @@ def new_shared_state(
         workers,
         settings.stuck_s,
         settings.stuck_device_s,
-        models=tuple(catalogue.variants()),
+        variants=tuple(catalogue.variants()),
         max_batch_size=settings.max_batch or GPU_MAX_BATCH,
         devices=devices,
         layers=layers,

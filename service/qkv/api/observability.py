@@ -18,9 +18,11 @@ from qkv.api.error_responses import error_response
 from qkv.api.request_record import RequestRecord, current, record_of
 from qkv.errors import PROTOCOL_ERROR, QkvError, TooManyRequests
 from qkv.jobs.tenant import Tenant
+from qkv.telemetry.counters import Recorder
+from qkv.telemetry.families import OTHER, UNKNOWN
 from qkv.telemetry.log_writer import BackgroundWriter
-from qkv.telemetry.metrics import OTHER, UNKNOWN, MetricsRecorder
 from qkv.telemetry.times import Times
+from qkv.telemetry.trace_context import remote_trace_id
 
 if TYPE_CHECKING:
     from qkv.telemetry.tracing import Traces
@@ -29,7 +31,6 @@ __all__ = ["REQUEST_ID_HEADER", "ObservabilityMiddleware", "RequestObserver"]
 
 REQUEST_ID_HEADER: Final = b"x-request-id"
 _MATCH_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:=+/-]{1,128}").fullmatch
-_TRACE: Final = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _RUN_PATH: Final = re.compile(
     r"/v1/(?:attention|gradients)/([^/]*)|/v2/models/([^/]*)(?:/versions/[^/]*)?/infer"
 )
@@ -43,25 +44,25 @@ class RequestObserver:
     """The observer of one process: counts, logs and traces requests, and gives them ids.
 
     Args:
-        metrics_recorder: counts the requests.
+        recorder: counts the requests.
         log: gets a line for each request; None: no log.
         traces: gets a span for each request; None: no traces.
     """
 
     def __init__(
         self,
-        metrics_recorder: MetricsRecorder,
+        recorder: Recorder,
         log: BackgroundWriter | None = None,
         traces: Traces | None = None,
     ) -> None:
-        self._metrics_recorder, self._log, self._traces = metrics_recorder, log, traces
+        self._recorder, self._log, self._traces = recorder, log, traces
         self._labels: dict[str, str] = {
-            path % name: name for path in _RUN_PATHS for name in metrics_recorder.variants
+            path % name: name for path in _RUN_PATHS for name in recorder.variants
         }
-        if metrics_recorder.has_variant(LAYER_VARIANT):
+        if LAYER_VARIANT in recorder.variants:
             *_, infer = _RUN_PATHS
-            self._labels |= {infer % name: LAYER_VARIANT for name in metrics_recorder.layers}
-        self.received = metrics_recorder.add_request_bytes
+            self._labels |= {infer % name: LAYER_VARIANT for name in recorder.layers}
+        self.received = recorder.add_request_bytes
         self._is_silent = log is None and traces is None
         self._prefix = os.urandom(8).hex().encode()
         self._numbers = itertools.count(1)
@@ -87,16 +88,13 @@ class RequestObserver:
         if outcome is None:
             is_ok = 200 <= request.status < 400
             outcome = "ok" if is_ok else _ERROR_NAMES.get(request.status, "internal")
-        self._metrics_recorder.record_response(
-            label, outcome, seconds, request.sent_bytes, request.times
-        )
+        self._recorder.record_response(label, outcome, seconds, request.sent_bytes, request.times)
         if key := request.tenant.name:
             compute_s = 0.0 if request.times is None else request.times.own_compute_s
             is_rejected = outcome == TooManyRequests.name
-            usage = self._metrics_recorder.key_usage
-            usage.record(key, is_rejected=is_rejected, compute_s=compute_s)
+            self._recorder.record_key(key, is_rejected=is_rejected, compute_s=compute_s)
         if request.layer is not None and request.times is not None:
-            self._metrics_recorder.record_layer(request.layer, request.times)
+            self._recorder.record_layer(request.layer, request.times)
         if not self._is_silent:
             name = None if label == OTHER else label
             details = (name, request.status, outcome, seconds, request.sent_bytes)
@@ -126,7 +124,7 @@ class RequestObserver:
         if method != "POST" or (match := _RUN_PATH.fullmatch(path)) is None:
             return OTHER
         name: str = match[1] or match[2] or ""
-        return name if self._metrics_recorder.has_variant(name) else UNKNOWN
+        return name if name in self._recorder.variants else UNKNOWN
 
 
 class ObservabilityMiddleware:
@@ -188,11 +186,11 @@ def _new_line(
     sent_bytes: int,
 ) -> dict[str, Any]:
     declared = headers.get(b"content-length", b"")
-    trace = _TRACE.fullmatch(headers.get(b"traceparent", b""))
+    trace_id = remote_trace_id(headers)
     return {
         "time": datetime.now(UTC),
         "request_id": id.decode(),
-        **({} if trace is None else {"trace_id": trace[1].decode()}),
+        **({} if trace_id is None else {"trace_id": trace_id}),
         "method": method,
         "path": path[:_MAX_PATH_LENGTH],
         "variant": variant,

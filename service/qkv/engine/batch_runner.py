@@ -24,7 +24,7 @@ from qkv.errors import QkvError
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.jobs.result import Result
-from qkv.telemetry.model_stats import ModelStatsRecorder
+from qkv.telemetry.counters import Recorder
 
 __all__ = ["DEVICE_RETRY_AFTER_S", "BatchRunner", "Launch"]
 
@@ -56,7 +56,7 @@ class BatchRunner:
     Attributes:
         device_name: as responses give it.
         launch: as the argument; tests may replace it while the engine runs.
-        stats_recorder: records statistics of each model; None until recording starts.
+        recorder: records statistics of each model; None until recording starts.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class BatchRunner:
         self.device_name = str(device.torch_device)
         self._budget, self._verifier = budget, verifier
         self.launch = launch
-        self.stats_recorder: ModelStatsRecorder | None = None
+        self.recorder: Recorder | None = None
         self._idle_threads, self._on_fatal = idle_threads, on_fatal
 
     def begin(self, jobs: Sequence[Job]) -> Launched:
@@ -128,10 +128,10 @@ class BatchRunner:
 
     def record_failure(self, job: Job) -> None:
         """Records a job that failed or expired."""
-        if self.stats_recorder is not None and job.plan.task == "run":
+        if self.recorder is not None and job.plan.task == "run":
             total_s = time.perf_counter() - job.submitted_at
             for name in job.plan.derived(_model_names):
-                self.stats_recorder.record_failure(name, total_s)
+                self.recorder.record_failure(name, total_s)
 
     def _complete(self, jobs: Sequence[Job], results: Sequence[Result]) -> None:
         """Adds what the jobs know to the results of a batch, and records it."""
@@ -143,9 +143,9 @@ class BatchRunner:
             result.device = device
             every.append(times)
         plan = jobs[0].plan
-        if self.stats_recorder is not None and plan.task == "run":  # of a client
+        if self.recorder is not None and plan.task == "run":  # of a client
             for name in plan.derived(_model_names):
-                self.stats_recorder.record_batch(name, every)
+                self.recorder.record_batch(name, every)
 
     def _verified(self, jobs: Sequence[Job], launched: Launched) -> list[Result]:
         """Returns the outputs of a batch; those of each job alone if a check finds other bits."""

@@ -153,7 +153,7 @@ class Engine:
         count = 1 + _WARM_UP_BATCH if self.device.is_accelerator else 1
         await warm_up(self._submit_queued, min(count, self.admission.limit.requests))
         self.admission.throughput.reset()  # a first call takes tens of milliseconds more
-        self.batch_runner.stats_recorder = worker.stats_recorder
+        self.batch_runner.recorder = worker.recorder
         self.admission.on_change = worker.set_queue
         worker.set_memory(self.memory_usage())
 

@@ -7,20 +7,18 @@ needs the extra `tracing`, and its import is slow. Entry point: `Traces`.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from opentelemetry import propagate
-from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
+from qkv.telemetry.trace_context import remote_context
 from qkv.version import __version__
 
 __all__ = ["Traces"]
@@ -29,7 +27,6 @@ _STOP_TIMEOUT_S: Final = 5.0  # to send the remaining spans when the service sto
 _METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"))
 _OTHER: Final = "_OTHER"
 _MAX_ATTRIBUTE_LENGTH: Final = 512  # characters of a client's text in a span
-_MAX_CONTEXT_LENGTH: Final = 1024  # characters; W3C Trace Context, section 3.3.1.5, requires 512
 _NAMES: Final = {  # attribute of a span by field of the request log
     "status": "http.response.status_code",
     "path": "url.path",
@@ -59,10 +56,6 @@ class Traces:
         )
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("qkv", __version__)
-        fields = {name.lower().encode() for name in propagate.get_global_textmap().fields}
-        self._read = fields - {b"baggage"}  # the service does not use it
-        # its warnings repeat a client's text
-        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 
     def add(
         self,
@@ -87,7 +80,7 @@ class Traces:
         name = "HTTP" if method == _OTHER else method
         span = self._tracer.start_span(
             name if route is None else f"{name} {route}",
-            context=self._context(headers),
+            context=remote_context(headers),
             kind=SpanKind.SERVER,
             attributes=_attributes(log_entry, headers, method, route),
             start_time=now - int(seconds * 1e9),
@@ -104,17 +97,6 @@ class Traces:
         thread = threading.Thread(target=self._provider.shutdown, name="qkv-traces", daemon=True)
         thread.start()
         await asyncio.to_thread(thread.join, _STOP_TIMEOUT_S)
-
-    def _context(self, headers: Mapping[bytes, bytes]) -> Context:
-        """Returns the trace context of the request's headers (`traceparent`). Ignores long headers:
-        the time to parse them grows with the square of their length."""
-        carrier: dict[str, str] = {}
-        for name, value in headers.items():
-            if name in self._read:
-                key, text = name.decode(), value.decode("latin-1")
-                carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
-        carrier = {key: text for key, text in carrier.items() if len(text) <= _MAX_CONTEXT_LENGTH}
-        return propagate.extract(carrier, Context()) if carrier else Context()
 
 
 def _attributes(

@@ -1,4 +1,4 @@
-"""State shared by all processes of the service, in shared memory.
+"""State shared by all processes of the service, in the table of counters.
 
 Each process writes its own row and reads all rows. The supervisor reads all rows and sets the drain
 flag. A single process has a shared state of one row.
@@ -7,34 +7,18 @@ flag. A single process has a shared state of one row.
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from qkv.telemetry.metrics import MetricsRecorder, SharedMetrics, Usage
-from qkv.telemetry.model_stats import ModelStats, ModelStatsRecorder
-from qkv.telemetry.process_usage import ProcessUsage, read_usage
-from qkv.telemetry.queued_work import QueuedWork
+from qkv.telemetry.counters import Counters, Recorder
+from qkv.telemetry.families import BATCH_CELLS, FAMILIES, OUTCOMES, STAGES, UNKNOWN
 
 __all__ = ["SharedState", "WorkerState"]
 
-_ROW: Final = np.dtype(
-    [
-        ("heartbeat", "f8"),  # last time its event loop ran; 0: not started
-        ("busy_since", "f8"),  # start of the batch that its device runs; 0: idle
-        ("in_flight", "i8"),  # requests that run a job and have no response yet
-        ("connections", "i8"),  # open connections
-        ("pid", "i8"),  # id of the process; 0: not started
-        ("ready", "?"),  # accepts requests or jobs
-        ("was_ready", "?"),  # has accepted some since it started
-        ("usage", [(name, "i8") for name in Usage._fields]),
-    ],
-    align=True,
-)
 _HEARTBEAT_S: Final = 0.25
 # CLOCK_MONOTONIC is one clock for all processes of a machine
 _now = time.monotonic
@@ -47,17 +31,17 @@ class SharedState:
         workers: number of workers.
         stuck_s: seconds without a heartbeat after which an event loop counts as stuck.
         stuck_device_s: seconds of one batch after which a device counts as stuck.
-        models: names of the variants.
+        variants: their names.
         max_batch_size: limit of requests in a batch.
         devices: name of the device of each device process; they have the last rows. Empty: each
             worker runs its jobs itself.
         layers: names of the loaded layers.
 
     Attributes:
+        counters: the table of all counts and states.
+        variants: as the argument.
         devices: as the argument.
-        models: loaded flags and statistics of the variants and the layers.
-        metrics: request counts of all processes.
-        queued_work: work on each device.
+        models: the names of all models: variants and layers.
     """
 
     def __init__(
@@ -65,23 +49,33 @@ class SharedState:
         workers: int,
         stuck_s: float = 30.0,
         stuck_device_s: float = 600.0,
-        models: Sequence[str] = (),
+        variants: Sequence[str] = (),
         max_batch_size: int = 1,
         devices: Sequence[str] = (),
         layers: Sequence[str] = (),
     ) -> None:
         self._creator_pid = os.getpid()  # of the supervisor, or of the only process
         self._stuck_s, self._stuck_device_s = stuck_s, stuck_device_s
-        self.devices = tuple(devices)
-        self._workers, rows = workers, workers + len(devices)
-        self.models = ModelStats(models, rows, max_batch_size, layers)
-        self.metrics = SharedMetrics(models, rows, layers)
-        self.queued_work = QueuedWork(workers, len(devices))
-        block = mmap.mmap(-1, (_ROW.itemsize + 8) * rows + 1)  # anonymous, shared with forks
-        self._rows = np.frombuffer(block, _ROW, rows)
-        self._starts = np.frombuffer(block, "i8", rows, self._rows.nbytes)
-        # read for each request: a memoryview is faster than an array
-        self._draining = memoryview(block)[self._rows.nbytes + self._starts.nbytes :].cast("?")
+        self._workers, self.variants, self.devices = workers, tuple(variants), tuple(devices)
+        self.models = (*variants, *layers)
+        labels = {
+            "variant": (*variants, UNKNOWN),
+            "outcome": OUTCOMES,
+            "layer": layers,
+            "model": self.models,
+            "size": tuple(map(str, range(1, max_batch_size + 1))),
+            "cell": BATCH_CELLS,
+            "stage": STAGES,
+            "device": devices,
+        }
+        self.counters = Counters(labels, workers + len(devices), 1 + len(self.models))
+        self._rows = self.counters.rows
+        self._flags = self.counters.flags  # the service drains; each model is unloaded
+        self._flag_places = {name: place for place, name in enumerate(self.models, start=1)}
+        # a sum of a memoryview takes less time than numpy's for a few processes
+        self._in_flight = self._rows["requests_in_progress"].data
+        work = self._rows["queued_work"][:workers]
+        self._queued_work = [work[:, device].data for device in range(len(devices))]
 
     def __len__(self) -> int:
         """Returns the number of workers."""
@@ -93,26 +87,32 @@ class SharedState:
         return range(len(self._rows))
 
     def clear_row(self, index: int) -> None:
-        """Clears the row of a process that has exited, and its queued work if it is a worker."""
-        self._rows[index] = np.zeros((), _ROW)
-        if index < self._workers:
-            self.queued_work.clear(index)
+        """Clears the state of a process that has exited; its counts stay."""
+        self.counters.clear_gauges(index)
 
     def worker(self, index: int) -> WorkerState:
         """Clears the row of a process that starts; returns its state."""
         self.clear_row(index)
-        self._starts[index] += 1
-        row, metrics_recorder = self._rows[index : index + 1], self.metrics.recorder(index)
-        return WorkerState(self, row, self.models.recorder(index), metrics_recorder)
+        self._rows["starts"][index] += 1
+        return WorkerState(self, index)
 
     @property
     def is_draining(self) -> bool:
         """True once the service stops: each connection may bring one more request."""
-        return self._draining[0]
+        return self._flags[0]
 
     def drain(self) -> None:
         """Starts the drain: the service is not ready, and closes connections after responses."""
-        self._draining[0] = True
+        self._flags[0] = True
+
+    def is_loaded(self, model: str) -> bool:
+        """Returns True if the model exists and is loaded."""
+        place = self._flag_places.get(model)
+        return place is not None and not self._flags[place]
+
+    def load(self, model: str, *, loaded: bool = True) -> None:
+        """Loads or unloads the model in all workers."""
+        self._flags[self._flag_places[model]] = not loaded
 
     @property
     def is_ready(self) -> bool:
@@ -132,42 +132,56 @@ class SharedState:
         return len(self.devices) or self._workers
 
     @property
-    def worker_rows(self) -> np.ndarray:
-        """The rows of the workers."""
+    def worker_rows(self) -> Any:
+        """The rows of the workers: an array of float64 for each family, by its name."""
         return self._rows[: self._workers]
 
     @property
-    def device_rows(self) -> np.ndarray:
+    def device_rows(self) -> Any:
         """The rows of the device processes."""
         return self._rows[self._workers :]
 
     @property
     def device_restarts(self) -> list[int]:
         """The number of restarts of each device process."""
-        return [max(0, int(starts) - 1) for starts in self._starts[self._workers :]]
+        return [max(0, int(starts) - 1) for starts in self.device_rows["starts"]]
+
+    @property
+    def device_totals(self) -> list[tuple[int, float]]:
+        """The number of inferences of each device process, and their seconds of computation, each
+        batch counted once."""
+        sizes = self.device_rows["batches"][:, : len(self.variants)].sum(1)
+        counts, seconds = sizes[..., 0], sizes[..., BATCH_CELLS.index("compute_infer")].sum(1)
+        inferences = counts @ np.arange(1, counts.shape[1] + 1)
+        return list(zip(inferences.astype(int).tolist(), seconds.tolist(), strict=True))
+
+    def set_queued_work(self, worker: int, device: int, work: float) -> None:
+        """Sets the work of a worker that a device process has not done, in floating-point
+        operations; only this worker may do so."""
+        self._queued_work[device][worker] = work
+
+    @property
+    def queued_work(self) -> list[float]:
+        """The work that all workers have submitted to each device process and is not done."""
+        return list(map(sum, self._queued_work))
 
     @property
     def in_flight(self) -> int:
         """The number of requests that run a job, received at least in part, without a response."""
-        return int(self._rows["in_flight"].sum())
+        return int(sum(self._in_flight))
 
     @property
-    def usage(self) -> Usage:
-        """The queues of all processes, and their use of device memory. Processes on one device
-        share its total."""
-        usages = self._rows["usage"]
-        totals = [int(usages[name].sum()) for name in Usage._fields]
+    def device_memory_bytes(self) -> int:
+        """The memory of all devices; processes on one device share its total."""
         names = [""] * self._workers + list(self.devices)
-        sizes: dict[str, int] = {}
-        for name, size in zip(names, usages["total_bytes"].tolist(), strict=True):
-            sizes[name] = max(size, sizes.get(name, 0))
-        return Usage(*totals)._replace(total_bytes=sum(sizes.values()))
+        totals = sorted(zip(names, self._rows["memory_total"].tolist(), strict=True))
+        return int(sum(dict(totals).values()))  # 0 of a process that starts is not the last
 
     @property
-    def process_usage(self) -> ProcessUsage | None:
-        """CPU time, memory and files of the supervisor and all processes; None without /proc."""
+    def pids(self) -> list[int]:
+        """The ids of the supervisor and of all processes; that of a single process alone."""
         pids = {int(pid) for pid in self._rows["pid"]} - {0, self._creator_pid}
-        return read_usage(self._creator_pid, pids)
+        return [self._creator_pid, *pids]
 
     @property
     def stuck_processes(self) -> list[int]:
@@ -183,30 +197,23 @@ class WorkerState:
 
     Attributes:
         shared_state: state of all processes.
-        stats_recorder: records this process's jobs per model.
-        metrics_recorder: counts this process's requests.
+        recorder: counts the requests and the jobs of this process.
     """
 
-    def __init__(
-        self,
-        shared_state: SharedState,
-        row: np.ndarray,
-        stats_recorder: ModelStatsRecorder,
-        metrics_recorder: MetricsRecorder,
-    ) -> None:
+    def __init__(self, shared_state: SharedState, index: int) -> None:
         self.shared_state = shared_state
-        self.stats_recorder, self.metrics_recorder = stats_recorder, metrics_recorder
-        self._row = row
-        # views, which are fast to assign
-        self._busy_since, self._in_flight = row["busy_since"], row["in_flight"].data
-        usage = row["usage"]
-        self._queue = usage["queued_count"].data, usage["queued_bytes"].data
-        self._memory = [usage[name].data for name in Usage._fields[2:]]
+        self.recorder = Recorder(shared_state.counters, index)
+        self._cells = {
+            family.name: shared_state.counters.cells(index, family.name)
+            for family in FAMILIES
+            if family.kind == "gauge" and not family.labels
+        }
+        self._in_flight = self._cells["requests_in_progress"]
 
     async def run_heartbeat(self, memory: Callable[[], Iterable[int]] = tuple) -> None:
         """Records its process, heartbeats and the use of the device's memory, until it is
         cancelled."""
-        self._row["pid"] = os.getpid()
+        self._cells["pid"][0] = os.getpid()
         while True:
             self.record_heartbeat()
             self.set_memory(memory())
@@ -214,20 +221,20 @@ class WorkerState:
 
     def record_heartbeat(self) -> None:
         """Records that the event loop runs."""
-        self._row["heartbeat"] = _now()
+        self._cells["heartbeat"][0] = _now()
 
     def set_queue(self, load: tuple[int, int, int]) -> None:
         """Sets the size of the queue: jobs, bytes and operations."""
-        self._queue[0][0], self._queue[1][0], _ = load
+        self._cells["queue_depth"][0], self._cells["queue_bytes"][0], _ = load
 
     def set_memory(self, sizes: Iterable[int]) -> None:
         """Sets the bytes of the device's memory: allocated, reserved and in total."""
-        for cell, size in zip(self._memory, sizes, strict=False):
-            cell[0] = size
+        for name, size in zip(("allocated", "reserved", "total"), sizes, strict=False):
+            self._cells[f"memory_{name}"][0] = size
 
     def set_busy(self, is_busy: bool) -> None:
         """Records that the device starts or ends a batch."""
-        self._busy_since[0] = _now() if is_busy else 0.0
+        self._cells["busy_since"][0] = _now() if is_busy else 0.0
 
     def idle_threads(self) -> int:
         """Returns the number of CPU threads that no other process needs now: the number of workers
@@ -236,13 +243,13 @@ class WorkerState:
 
     def set_connection_count(self, count: int) -> None:
         """Sets the number of open connections."""
-        self._row["connections"] = count
+        self._cells["connections"][0] = count
 
     @property
     def has_less_loaded_peer(self) -> bool:
         """True if another worker that is ready has fewer connections."""
-        rows = self.shared_state.worker_rows
-        return bool((rows["ready"] & (rows["connections"] < self._row["connections"])).any())
+        rows, own = self.shared_state.worker_rows, self._cells["connections"][0]
+        return bool(((rows["ready"] > 0) & (rows["connections"] < own)).any())
 
     def add_in_flight(self, count: int) -> None:
         """Adds to the number of requests in flight; a negative count subtracts."""
@@ -250,6 +257,6 @@ class WorkerState:
 
     def set_ready(self, is_ready: bool) -> None:
         """Records whether this process accepts requests or jobs."""
-        self._row["ready"] = is_ready
+        self._cells["ready"][0] = is_ready
         if is_ready:
-            self._row["was_ready"] = True
+            self._cells["was_ready"][0] = True

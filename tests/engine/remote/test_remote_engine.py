@@ -23,6 +23,7 @@ from qkv.jobs.measure.row_metrics import ROW_METRICS
 from qkv.jobs.measure.row_stats import ROW_STATS
 from qkv.jobs.plan import Plan
 from qkv.jobs.result import Result
+from qkv.telemetry.model_statistics import triton_statistics
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support import engines
@@ -312,9 +313,9 @@ def test_device_process_records_statistics() -> None:
     async def test(fixture: Service) -> None:
         for remote in fixture.remotes:
             await remote.submit(plain(0))
-        found = fixture.shared_state.models.statistics("softmax")
+        found = triton_statistics(fixture.shared_state.counters, "softmax")
         assert (found["inference_count"], found["execution_count"]) == (2, 2)
-        assert fixture.shared_state.models.statistics("mean")["inference_count"] == 0
+        assert triton_statistics(fixture.shared_state.counters, "mean")["inference_count"] == 0
 
     run(test)
 

@@ -70,7 +70,7 @@ def test_jobs_go_to_the_device_with_the_least_work_of_all_workers() -> None:
             await until(lambda: sum(counts(fixture)) == 21)
             assert counts(fixture)[large] == 1
         await asyncio.gather(*futures)
-        assert fixture.shared_state.queued_work.totals() == [0.0, 0.0]
+        assert fixture.shared_state.queued_work == [0.0, 0.0]
 
     run(test, devices=2)
 
@@ -84,10 +84,10 @@ def test_equal_work_is_spread() -> None:
             assert counts(fixture) == [4, 4, 4]
         await asyncio.gather(*futures)
         # one after the other, so that no device has work when the next is submitted
-        before = [fixture.shared_state.models.process_totals(2 + i)[0] for i in range(3)]
+        before = [count for count, _ in fixture.shared_state.device_totals]
         for i in range(9):
             await fixture.remotes[0].submit(plain(i))
-        after = [fixture.shared_state.models.process_totals(2 + i)[0] for i in range(3)]
+        after = [count for count, _ in fixture.shared_state.device_totals]
         assert np.subtract(after, before).tolist() == [3, 3, 3]
 
     run(test, devices=3)
@@ -98,7 +98,7 @@ def test_results_have_the_same_bits_on_every_device() -> None:
         for length in (4, 300):
             results = [await fixture.remotes[0].submit(plain(7, length)) for _ in range(4)]
             assert len({str(bits(result)) for result in results}) == 1
-        totals = [fixture.shared_state.models.process_totals(1 + i)[0] for i in range(2)]
+        totals = [count for count, _ in fixture.shared_state.device_totals]
         assert totals == [4, 4]
 
     run(test, 1, devices=2)
@@ -125,7 +125,7 @@ def test_jobs_of_an_ended_device_process_run_on_another(length: int) -> None:
         await until(lambda: remote.links[0].is_ready)
         del futures, results, result
         await fixture.wait_until_free(remote)
-        assert fixture.shared_state.queued_work.totals() == [0.0, 0.0]
+        assert fixture.shared_state.queued_work == [0.0, 0.0]
 
     run(test, 1, devices=2)
 
@@ -230,7 +230,7 @@ def test_memory_of_a_cancelled_second_attempt_is_free_again() -> None:
         del futures, future
         await fixture.wait_until_free(remote)
         assert not any(link.transfers for link in remote.links)
-        assert fixture.shared_state.queued_work.totals() == [0.0, 0.0]
+        assert fixture.shared_state.queued_work == [0.0, 0.0]
 
     run(test, 1, devices=2)
 
@@ -316,7 +316,7 @@ def test_no_job_is_lost_or_wrong_while_device_processes_end() -> None:
         del tasks
         for remote in fixture.remotes:
             await fixture.wait_until_free(remote)
-        assert fixture.shared_state.queued_work.totals() == [0.0] * 3
+        assert fixture.shared_state.queued_work == [0.0] * 3
 
     run(test, devices=3)
 
@@ -329,7 +329,7 @@ def test_cost_of_a_job_has_flops_bytes_and_a_constant() -> None:
         async def measure(job: Job) -> None:
             with fixture.engine.paused():
                 future = remote.submit(job)
-                work.extend(fixture.shared_state.queued_work.totals())
+                work.extend(fixture.shared_state.queued_work)
             await future
 
         for length in (1, 100, 1000):
@@ -337,6 +337,6 @@ def test_cost_of_a_job_has_flops_bytes_and_a_constant() -> None:
         assert work == sorted(work)
         assert work[0] > 1e6
         assert work[2] - work[0] > plain(0, 1000).plan.flops
-        assert fixture.shared_state.queued_work.totals() == [0.0]
+        assert fixture.shared_state.queued_work == [0.0]
 
     run(test, 1)

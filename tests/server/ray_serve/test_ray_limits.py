@@ -93,7 +93,7 @@ def test_disconnected_client_cancels_its_queued_job(
     limited_url: str, long_requests: list[RawClient]
 ) -> None:
     names = [
-        f'qkv_requests_total{{variant="softmax",outcome="{o}"}}'
+        f'qkv_requests_total{{outcome="{o}",variant="softmax"}}'
         for o in ("ok", "client-disconnected", "internal")
     ]
     before = [sample(limited_url, name) for name in names]

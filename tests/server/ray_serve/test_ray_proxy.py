@@ -131,7 +131,7 @@ def test_client_that_disconnects_during_its_body_is_counted_as_left(
     ray_url: str, cluster: RayCluster
 ) -> None:
     request = encode_request(*encode_body(raw_inputs(0)))
-    left = 'qkv_requests_total{variant="softmax",outcome="client-disconnected"}'
+    left = 'qkv_requests_total{outcome="client-disconnected",variant="softmax"}'
     before = read_sample(ray_url, left)
     for _ in range(10):  # Ray tells the replica in several ways, in any order
         with request_in_progress(cluster, request):

@@ -13,7 +13,7 @@ from qkv.attention.signature import Input, Output
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, NotFound
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
-from qkv.telemetry.model_stats import ModelStats
+from qkv.telemetry.worker_state import SharedState
 
 __all__ = ["LAYER_VARIANT", "VERSION", "Model", "ModelCatalogue", "default_output"]
 
@@ -66,21 +66,21 @@ class ModelCatalogue:
     """The models by name.
 
     Args:
-        stats: has the loaded flags of the variants.
+        shared_state: has the loaded flags of the models.
         layers: those that the operator loaded.
     """
 
-    def __init__(self, stats: ModelStats, layers: LoadedLayers) -> None:
-        self._stats, self._layers = stats, layers
+    def __init__(self, shared_state: SharedState, layers: LoadedLayers) -> None:
+        self._shared_state, self._layers = shared_state, layers
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> Sequence[str]:
         """The names of all models, loaded or not."""
-        return self._stats.names
+        return self._shared_state.models
 
     def is_loaded(self, name: str) -> bool:
         """Returns True if the model exists and is loaded."""
-        return self._stats.is_loaded(name)
+        return self._shared_state.is_loaded(name)
 
     def find(self, name: str, version: str = VERSION) -> Model:
         """Returns a model, loaded or not.
@@ -88,7 +88,7 @@ class ModelCatalogue:
         Raises:
             NotFound: the model or the version does not exist.
         """
-        if name not in self._stats:
+        if name not in self.names:
             raise NotFound(f"Request for unknown model: {name!r:.60} is not found")
         if version != VERSION:
             raise NotFound(
@@ -122,7 +122,7 @@ class ModelCatalogue:
                 f"{name} cannot be {'' if loaded else 'un'}loaded while the service runs: it is a "
                 "layer of a checkpoint, which is loaded at start"
             )
-        self._stats.load(name, loaded=loaded)
+        self._shared_state.load(name, loaded=loaded)
 
 
 def default_output(variant: Variant) -> str:

@@ -26,7 +26,8 @@ from qkv.attention.signature import fixed_size
 from qkv.engine.job_executor import JobExecutor
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.state import SUMS
-from qkv.telemetry.model_stats import ModelStats
+from qkv.telemetry.counters import Counters
+from qkv.telemetry.model_statistics import triton_statistics
 from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
 from qkv.wire.open_inference import DATATYPES
@@ -143,7 +144,7 @@ def _add_server(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
 def _add_models(
     routes: APIRouter, engine: JobExecutor, shared_state: SharedState, models: ModelCatalogue
 ) -> None:
-    stats = shared_state.models
+    counters = shared_state.counters
     name: Any = variant_name()
 
     @routes.get(
@@ -164,7 +165,7 @@ def _add_models(
     )
     async def statistics() -> StatisticsResponse:
         names = [name for name in models.names if models.is_loaded(name)]
-        return _statistics(stats, *names)
+        return _statistics(counters, *names)
 
     @routes.get(
         "/v2/models/{model}",
@@ -222,7 +223,7 @@ def _add_models(
     @routes.get("/v2/models/{model}/versions/{version}/stats", include_in_schema=False)
     async def model_statistics(model: name, version: Version) -> StatisticsResponse:
         models.find_loaded(model, version)
-        return _statistics(stats, model)
+        return _statistics(counters, model)
 
 
 def _health_responses(model: type[ServerLive | ServerReady]) -> dict[int | str, dict[str, Any]]:
@@ -300,10 +301,12 @@ def _config(model: Model, engine: JobExecutor, instances: int) -> ModelConfig:
     )
 
 
-def _statistics(models: ModelStats, *names: str) -> StatisticsResponse:
+def _statistics(counters: Counters, *names: str) -> StatisticsResponse:
     return StatisticsResponse(
         model_stats=tuple(
-            ModelStatistics.parse({"name": name, "version": VERSION} | models.statistics(name))
+            ModelStatistics.parse(
+                {"name": name, "version": VERSION} | triton_statistics(counters, name)
+            )
             for name in names
         )
     )

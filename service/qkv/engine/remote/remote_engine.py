@@ -68,10 +68,9 @@ class RemoteEngine:
         self._region, self._page_releaser = region, PageReleaser(region)
         self._control_socket = control_socket
         self._shared_state = shared_state
-        self._queued_work = shared_state.queued_work
         owner = LinkOwner(self._update, self._on_results, self._on_not_run)
         self.links = [
-            DeviceLink(number, name, partial(self._queued_work.set, worker, number), owner)
+            DeviceLink(number, name, partial(shared_state.set_queued_work, worker, number), owner)
             for number, name in enumerate(shared_state.devices)
         ]
         self._usable: list[DeviceLink] = []
@@ -182,7 +181,7 @@ class RemoteEngine:
         usable = self._usable
         if len(usable) < 2:
             return usable[0] if usable else None
-        totals = self._queued_work.totals()
+        totals = self._shared_state.queued_work
         self._turn = first = (self._turn + 1) % len(usable)
         return min(usable[first:] + usable[:first], key=lambda link: totals[link.number])
 

@@ -53,14 +53,14 @@ class _Replica:
         from qkv.api.app import create_app
         from qkv.server.ray_serve.replica_app import ReplicaApp
         from qkv.server.ray_serve.replica_metrics import ReplicaMetrics
+        from qkv.telemetry.collector import ServiceCollector
 
         # connections come from Ray's proxy, at an address that is not the service's
         settings = read_settings(self._settings).model_copy(update={"host": "0.0.0.0"})
         built = create_app(settings)
         self._runtime = built.state.runtime
-        metrics = ReplicaMetrics(
-            self._runtime.worker.shared_state, self._runtime.engine.device_name
-        )
+        state, device = self._runtime.worker.shared_state, self._runtime.engine.device_name
+        metrics = ReplicaMetrics(ServiceCollector(state, device))
         self._export = asyncio.create_task(metrics.run())  # ends with the event loop
         return ReplicaApp(built)
 

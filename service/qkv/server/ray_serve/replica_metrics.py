@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Any, Final
 
 from ray.serve.metrics import Gauge
 
-from qkv.api.endpoints.metrics import exposition
-from qkv.telemetry.worker_state import SharedState
+from qkv.telemetry.collector import ServiceCollector
 
 __all__ = ["ReplicaMetrics"]
 
 _INTERVAL_S: Final = 5.0  # Ray itself exports every 10 s
-_SAMPLE: Final = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
-_LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
 
 
 class ReplicaMetrics:
@@ -26,12 +22,11 @@ class ReplicaMetrics:
     `rate` and `histogram_quantile` of Prometheus work on them.
 
     Args:
-        shared_state: state of the replica.
-        device: as GET /metrics gives it.
+        collector: of the metrics of the replica.
     """
 
-    def __init__(self, shared_state: SharedState, device: str) -> None:
-        self._shared_state, self._device = shared_state, device
+    def __init__(self, collector: ServiceCollector) -> None:
+        self._collector = collector
         self._gauges: dict[str, Any] = {}
 
     async def run(self) -> None:
@@ -42,10 +37,7 @@ class ReplicaMetrics:
 
     def copy(self) -> None:
         """Copies all samples once."""
-        for line in exposition(self._shared_state, self._device).splitlines():
-            if (match := _SAMPLE.fullmatch(line)) is None:  # a comment
-                continue
-            name, labels = match[1], dict(_LABEL.findall(match[2] or ""))
-            if name not in self._gauges:
-                self._gauges[name] = Gauge(name, tag_keys=tuple(labels))
-            self._gauges[name].set(float(match[3]), tags=labels)
+        for sample in (s for family in self._collector.collect() for s in family.samples):
+            if sample.name not in self._gauges:
+                self._gauges[sample.name] = Gauge(sample.name, tag_keys=tuple(sample.labels))
+            self._gauges[sample.name].set(sample.value, tags=sample.labels)

@@ -1,4 +1,4 @@
-"""ModelStats: the loaded flag and the statistics of a model, over all workers."""
+"""The loaded flag and the statistics of a model, over all workers."""
 
 from __future__ import annotations
 
