@@ -184,8 +184,7 @@ def compare(message: Message) -> dict[str, Any]:
         QkvError: as the service would respond.
     """
     request, started_at = CompareRequest(message, _UNLIMITED), time.perf_counter()
-    comparison = _complete(comparisons.compare(request, _DirectRunner()))
-    response = comparison.response(time.perf_counter() - started_at)
+    response, _ = _complete(comparisons.compare(request, _DirectRunner(), started_at))
     return response.model_dump(mode="json")
 
 

@@ -1,7 +1,6 @@
 """POST /v1/compare: compares variants on the same inputs."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -83,12 +82,10 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
             size, lambda: CompareRequest(message, job_runner.limits, body)
         )
         received.release()
-        running = compare(asked, MeasurementRunner(job_runner, host, wait_s))
-        comparison = await cancel_on_disconnect(request, asyncio.ensure_future(running))
-        times = comparison.times
-        times.total_s = time.perf_counter() - received.received_at
+        runner = MeasurementRunner(job_runner, host, wait_s)
+        running = asyncio.ensure_future(compare(asked, runner, received.received_at))
+        response, times = await cancel_on_disconnect(request, running)
         record_times(times)
-        response = comparison.response(times.total_s)
         content = await in_thread_if_large(asked.head_bytes, response.to_json)
         return TensorResponse([content], json.MEDIA_TYPE, [server_timing(times)])
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from qkv.jobs.annotations import notes_of
 from qkv.jobs.measure import Runner
 from qkv.jobs.measure.compare_request import CompareEntry, CompareRequest
 from qkv.jobs.measure.differences import (
+    NO_ROWS,
     ErrorSums,
     HeadStats,
     RowStats,
@@ -35,55 +37,25 @@ from qkv.wire.responses import (
     ComparedVariant,
     CompareResponse,
     CompareTiming,
-    Divergence,
-    Entropy,
     VariantTiming,
     WeightsComparison,
 )
 
-__all__ = ["Comparison", "compare", "summarize_times"]
+__all__ = ["compare", "summarize_times"]
 
 _NEAR_UNIFORM: Final = 0.05
 """The mean gap in nats between the entropy of a row and of a uniform row, below which a note calls
 the rows near uniform. It is the entropy of a uniform row of 95 % as many keys."""
 
 
-class Comparison(NamedTuple):
-    """The fields of a `CompareResponse`, with the sums of the times of all runs.
-
-    Attributes:
-        times: the sums.
-        runs: the number of runs.
-        device: that of the runs.
-    """
-
-    anchor: BaselineComparison
-    variants: tuple[ComparedVariant, ...]
-    notes: tuple[str, ...]
-    times: Times
-    runs: int
-    device: str
-
-    def response(self, total_s: float) -> CompareResponse:
-        """Returns the response to a request that took `total_s` seconds."""
-        timing = CompareTiming(
-            queue_ms=self.times.queue_s * 1e3,
-            transfer_ms=self.times.transfer_s * 1e3,
-            compute_ms=self.times.compute_s * 1e3,
-            runs=self.runs,
-            device=self.device,
-            total_ms=total_s * 1e3,
-        )
-        return CompareResponse(
-            anchor=self.anchor, variants=self.variants, notes=self.notes, timing=timing
-        )
-
-
 @dataclass
 class _Measured:
-    """What was measured of the baseline or of a variant.
+    """What is measured of the baseline or of a variant.
 
     Attributes:
+        times: the sums of those of all its runs.
+        runs: their number.
+        device: the device of the last one.
         peak_bytes: the peak memory of a run.
         times_ms: the compute time of each timed run.
         notes: on the numbers of a run.
@@ -92,26 +64,32 @@ class _Measured:
     """
 
     entry: CompareEntry
+    runner: Runner
+    times: Times = field(default_factory=Times)
+    runs: int = 0
+    device: str = ""
     peak_bytes: int = 0
     times_ms: list[float] = field(default_factory=list)
     notes: Sequence[str] = ()
     errors: ErrorSums | None = None
     stats: dict[str, RowStats] = field(default_factory=dict)
 
-    def add_rows(self, stats: Mapping[str, RowStats]) -> None:
-        """Adds the statistics of further rows."""
-        known = self.stats
-        self.stats = {n: known[n].merged(x) if n in known else x for n, x in stats.items()}
+    async def run(self, plan: Plan) -> Result:
+        """Runs a plan on the tensors of the entry."""
+        result = await self.runner.run(plan, self.entry.tensors, self.entry.layer)
+        self.times.add(result.times)
+        self.runs, self.device = self.runs + 1, result.device
+        return result
 
-    def pooled(self, metric: str) -> HeadStats | None:
-        """Returns the statistics of a metric over the rows of all heads; None: it has none."""
+    async def add_rows(self, compute: Callable[[], Mapping[str, RowStats]]) -> None:
+        """Computes the statistics of further rows, and adds them."""
+        known, added = self.stats, await self.runner.compute(compute)
+        self.stats = {n: known[n].merged(x) if n in known else x for n, x in added.items()}
+
+    def of_all_heads(self, metric: str) -> HeadStats:
+        """Returns the statistics of a metric over the rows of all heads."""
         stats = self.stats.get(metric)
-        return stats.pooled().heads()[0] if stats is not None else None
-
-    def has_rows(self, metric: str) -> bool:
-        """Returns True if some of the rows have a metric."""
-        pooled = self.pooled(metric)
-        return pooled is not None and pooled.rows > 0
+        return NO_ROWS if stats is None else stats.pooled().heads()[0]
 
     @property
     def name(self) -> str:
@@ -124,56 +102,35 @@ class _Measured:
         return self.entry.plan.weights_are
 
     @property
-    def is_stochastic(self) -> bool:
-        """True if no weight is negative, and each row sums to 1."""
-        return self.weights_are == "stochastic"
-
-    @property
-    def unevenness(self) -> float:
-        """The mean unevenness of the rows; NaN if they have none."""
-        pooled = self.pooled("unevenness")
-        return math.nan if pooled is None else pooled.mean
-
-    @property
     def is_near_uniform(self) -> bool:
         """True if the rows are near uniform on average."""
-        return self.unevenness < _NEAR_UNIFORM
+        return self.of_all_heads("unevenness").mean < _NEAR_UNIFORM
 
 
-class _Runs:
-    """Runs plans of entries, and adds up what the runs took."""
+async def compare(
+    request: CompareRequest, runner: Runner, started_at: float
+) -> tuple[CompareResponse, Times]:
+    """Compares variants with a baseline; returns the response, and the sums of the times.
 
-    def __init__(self, runner: Runner) -> None:
-        self._run = runner.run
-        self.times, self.count, self.device = Times(), 0, ""
-
-    async def __call__(self, plan: Plan, entry: CompareEntry) -> Result:
-        result = await self._run(plan, entry.tensors, entry.layer)
-        self.times.add(result.times)
-        self.count, self.device = self.count + 1, result.device
-        return result
-
-
-async def compare(request: CompareRequest, runner: Runner) -> Comparison:
-    """Compares variants with a baseline.
+    Args:
+        request: the comparison.
+        runner: runs the plans.
+        started_at: the start of the whole request, by `time.perf_counter`.
 
     Raises:
         QkvError: a run failed.
     """
-    run = _Runs(runner)
-    every = [_Measured(entry) for entry in (request.baseline, *request.variants)]
+    every = [_Measured(entry, runner) for entry in (request.baseline, *request.variants)]
     for one in every:  # first, so that no first call is timed
-        one.peak_bytes = (await run(one.entry.plan.measured(peak=True), one.entry)).peak_bytes
-    await _measure_outputs(request, every, run, runner)
+        one.peak_bytes = (await one.run(one.entry.plan.measured(peak=True))).peak_bytes
+    await _measure_outputs(request, every)
     for rows in request.row_parts:
-        await _measure_rows(request, every, rows, run, runner)
-    # the statistics of many heads take as long as the figures of rows
-    return await runner.compute(partial(_report, request, every, run))
+        await _measure_rows(request, every, rows)
+    # many heads have as many figures
+    return await runner.compute(partial(_report, request, every, started_at))
 
 
-async def _measure_outputs(
-    request: CompareRequest, every: Sequence[_Measured], run: _Runs, runner: Runner
-) -> None:
+async def _measure_outputs(request: CompareRequest, every: Sequence[_Measured]) -> None:
     """Times the runs, and measures the errors of their outputs.
 
     The timed runs of the variants alternate, so that other load affects all variants alike.
@@ -182,41 +139,36 @@ async def _measure_outputs(
     axes, right = request.head_axes, None
     for _ in range(request.repeats):
         for one in every:
-            result = await run(one.entry.plan, one.entry)
+            result = await one.run(one.entry.plan)
             one.times_ms.append(result.times.compute_s * 1e3)
             one.notes = result.notes
             if right is None:
                 right = result.outputs["output"]
             elif one.errors is None and one is not baseline:
                 errors = partial(sum_errors, result.outputs["output"], right, axes)
-                one.errors = await runner.compute(errors)
+                one.errors = await one.runner.compute(errors)
     if request.has_reference:
         assert right is not None
-        result = await run(baseline.entry.plan.measured(float64=True), baseline.entry)
+        result = await baseline.run(baseline.entry.plan.measured(float64=True))
         errors = partial(sum_errors, right, result.outputs["output"], axes)
-        baseline.errors = await runner.compute(errors)
+        baseline.errors = await baseline.runner.compute(errors)
 
 
 async def _measure_rows(
-    request: CompareRequest,
-    every: Sequence[_Measured],
-    rows: Sequence[int],
-    run: _Runs,
-    runner: Runner,
+    request: CompareRequest, every: Sequence[_Measured], rows: Sequence[int]
 ) -> None:
     """Compares the weights of some rows in float64, so that rounding does not matter."""
     baseline, *variants = every
 
-    async def weights_of(one: _Measured) -> Tensor:
-        result = await run(one.entry.rows_plan(rows), one.entry)
-        return _rows_of(request, result.outputs["weights"], rows)
+    async def weights_of(one: _Measured) -> tuple[Tensor, bool]:
+        result = await one.run(one.entry.rows_plan(rows))
+        weights_BHRS = _rows_of(request, result.outputs["weights"], rows)
+        return weights_BHRS, one.weights_are == "stochastic"
 
-    baseline_BHRS, is_stochastic = await weights_of(baseline), baseline.is_stochastic
-    baseline.add_rows(await runner.compute(partial(describe_rows, baseline_BHRS, is_stochastic)))
+    anchor = await weights_of(baseline)
+    await baseline.add_rows(partial(describe_rows, *anchor))
     for one in variants:
-        kinds = one.is_stochastic, is_stochastic
-        compared = partial(compare_rows, await weights_of(one), baseline_BHRS, kinds)
-        one.add_rows(await runner.compute(compared))
+        await one.add_rows(partial(compare_rows, *await weights_of(one), *anchor))
 
 
 def _rows_of(request: CompareRequest, weights: RawTensor, rows: Sequence[int]) -> Tensor:
@@ -226,24 +178,36 @@ def _rows_of(request: CompareRequest, weights: RawTensor, rows: Sequence[int]) -
     return whole_BHLS if whole_BHLS.shape[2] == len(rows) else whole_BHLS[:, :, rows]
 
 
-def _report(request: CompareRequest, every: Sequence[_Measured], run: _Runs) -> Comparison:
+def _report(
+    request: CompareRequest, every: Sequence[_Measured], started_at: float
+) -> tuple[CompareResponse, Times]:
     baseline, *variants = every
-    return Comparison(
-        BaselineComparison(**_figures(request, baseline, BaselineHead, _baseline_weights)),
-        tuple(
+    times = Times()
+    for one in every:
+        times.add(one.times)
+    times.total_s = time.perf_counter() - started_at
+    response = CompareResponse(
+        anchor=BaselineComparison(**_figures(request, baseline, BaselineHead, _baseline_weights)),
+        variants=tuple(
             ComparedVariant(**_figures(request, one, ComparedHead, _compared_weights))
             for one in variants
         ),
-        (
+        notes=(
             *(f"{note}." for one in every for note in notes_of(one.entry.plan)),
             *(f"{one.name}: {note}." for one in every for note in one.notes),
             *_general_notes(request, every),
             *_variant_notes(every),
         ),
-        run.times,
-        run.count,
-        run.device,
+        timing=CompareTiming(
+            queue_ms=times.queue_s * 1e3,
+            transfer_ms=times.transfer_s * 1e3,
+            compute_ms=times.compute_s * 1e3,
+            runs=sum(one.runs for one in every),
+            device=baseline.device,
+            total_ms=times.total_s * 1e3,
+        ),
     )
+    return response, times
 
 
 def summarize_times(times_ms: Sequence[float]) -> VariantTiming:
@@ -305,36 +269,17 @@ def _figures(
 
 
 def _baseline_weights(stats: _Stats) -> BaselineWeights:
-    return BaselineWeights(entropy=_entropy(stats))
+    return BaselineWeights(entropy=stats["entropy"].as_entropy())
 
 
 def _compared_weights(stats: _Stats) -> WeightsComparison:
     return WeightsComparison(
-        total_variation=_divergence(stats["total_variation"], "most"),
-        kl_divergence=_divergence(stats["kl_divergence"], "most"),
-        js_divergence=_divergence(stats["js_divergence"], "most"),
-        rank_correlation=_divergence(stats["rank_correlation"], "least"),
-        entropy=_entropy(stats),
+        total_variation=stats["total_variation"].as_divergence("most"),
+        kl_divergence=stats["kl_divergence"].as_divergence("most"),
+        js_divergence=stats["js_divergence"].as_divergence("most"),
+        rank_correlation=stats["rank_correlation"].as_divergence("least"),
+        entropy=stats["entropy"].as_entropy(),
     )
-
-
-def _divergence(stats: HeadStats, worst: str) -> Divergence | None:
-    values = _finite_stats(stats, worst)
-    return None if values is None else Divergence(mean=values[0], worst=values[1])
-
-
-def _entropy(stats: _Stats) -> Entropy | None:
-    values = _finite_stats(stats["entropy"], "least", "most")
-    if values is None:
-        return None
-    mean, least, most = values
-    return Entropy(mean=mean, least=least, most=most)
-
-
-def _finite_stats(stats: HeadStats, *names: str) -> list[float] | None:
-    """Returns the mean and the named statistics; None if one is not finite or there are no rows."""
-    values = [stats.mean, *(getattr(stats, name) for name in names)]
-    return values if all(map(math.isfinite, values)) else None
 
 
 def _general_notes(request: CompareRequest, every: Sequence[_Measured]) -> list[str]:
@@ -358,15 +303,14 @@ def _general_notes(request: CompareRequest, every: Sequence[_Measured]) -> list[
 
 def _variant_notes(every: Sequence[_Measured]) -> list[str]:
     """Returns one note for each fact that holds for some of the variants."""
-    gap = max((one.unevenness for one in every if one.is_near_uniform), default=0.0)
+    uniform = [one for one in every if one.is_near_uniform]
+    gap = max((one.of_all_heads("unevenness").mean for one in uniform), default=0.0)
     baseline_causal = _causal(every[0])
     facts: dict[str, Callable[[_Measured], bool]] = {
         "Near uniform on these inputs: {}. The mean entropy of a row is within "
         f"{gap:.2g} nats of the logarithm of its number of visible keys. The "
         "output is close to the mean of the visible values. On random inputs this is expected. If "
-        "the baseline distinguishes the keys, these variants do not.": lambda one: (
-            one.is_near_uniform
-        ),
+        "the baseline distinguishes the keys, these variants do not.": uniform.__contains__,
         "Causal although the baseline is not, or the reverse: {}. Most of the difference comes "
         "from that. Set the parameter `causal` to the same value for all.": lambda one: (
             _causal(one) not in (None, baseline_causal)
@@ -375,18 +319,17 @@ def _variant_notes(every: Sequence[_Measured]) -> list[str]:
         "of the random projections.": _has_random_inputs,
         "The weights of {} are signed: they have no entropy and no KL or Jensen-Shannon "
         "divergence, and total variation may exceed 1.": lambda one: (
-            one.weights_are == "signed" and one.has_rows("total_variation")
+            one.weights_are == "signed" and _has_rows(one)
         ),
         "The weights of {} are unnormalised: they have no entropy and no KL or Jensen-Shannon "
         "divergence, and total variation may exceed 1.": lambda one: (
-            one.weights_are == "unnormalised" and one.has_rows("total_variation")
+            one.weights_are == "unnormalised" and _has_rows(one)
         ),
-        "Zero weight where the baseline has weight, so the KL divergence is infinite: {}.": (
-            _has_infinite_divergence
-        ),
+        "Zero weight where the baseline has weight, so the KL divergence is infinite: "
+        "{}.": lambda one: one.of_all_heads("kl_divergence").most == math.inf,
         "All visible keys of each row have the same weight, in the baseline or in {}: there is no "
         "order to correlate.": lambda one: (
-            one.has_rows("total_variation") and not one.has_rows("rank_correlation")
+            _has_rows(one) and not one.of_all_heads("rank_correlation").rows
         ),
         "The output of {}, or the output it is compared with, is not finite.": lambda one: (
             one.errors is not None and one.errors.whole().largest_error is None
@@ -408,9 +351,9 @@ def _has_random_inputs(one: _Measured) -> bool:
     return bool(plan.variant.random_input_names - plan.inputs.specs.keys())
 
 
-def _has_infinite_divergence(one: _Measured) -> bool:
-    divergence = one.pooled("kl_divergence")
-    return divergence is not None and divergence.most == math.inf
+def _has_rows(one: _Measured) -> bool:
+    """Returns True if rows of a variant were compared."""
+    return one.of_all_heads("total_variation").rows > 0
 
 
 def _join_names(names: Sequence[str]) -> str:

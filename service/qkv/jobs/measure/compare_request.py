@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -268,16 +267,15 @@ class CompareRequest:
                 pointer="/rows",
                 limit=limits.score_count,
             )
-        for entry in (self.baseline, *self.variants):
-            for rows in itertools.islice(self.row_parts, 1):  # the largest part
-                if (size := entry.rows_plan(rows).bytes) > limits.job_bytes:
-                    raise PayloadTooLarge(
-                        "a row of the weights of every head is too large to compare: got "
-                        f"{size} bytes with the inputs, expected at most {limits.job_bytes}; send "
-                        "0 as `rows`",
-                        pointer="/rows",
-                        limit=limits.job_bytes,
-                    )
+        largest, entries = next(self.row_parts), (self.baseline, *self.variants)
+        if (size := max(e.rows_plan(largest).bytes for e in entries)) > limits.job_bytes:
+            raise PayloadTooLarge(
+                "a row of the weights of every head is too large to compare: got "
+                f"{size} bytes with the inputs, expected at most {limits.job_bytes}; send 0 as "
+                "`rows`",
+                pointer="/rows",
+                limit=limits.job_bytes,
+            )
 
 
 def _check_names(choices: Sequence[VariantChoice], message: Message) -> None:

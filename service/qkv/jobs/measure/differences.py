@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from qkv.tensors import RawTensor
-from qkv.wire.responses import OutputError
+from qkv.wire.responses import Divergence, Entropy, OutputError
 
 __all__ = [
+    "NO_ROWS",
     "ErrorSums",
     "HeadStats",
     "RowStats",
@@ -193,6 +195,20 @@ class HeadStats(NamedTuple):
     least: float
     most: float
 
+    def as_divergence(self, worst: str) -> Divergence | None:
+        """Returns the mean and the worst row, the `least` or the `most`; None as `as_entropy`."""
+        value = self.least if worst == "least" else self.most
+        is_finite = math.isfinite(self.mean) and math.isfinite(value)
+        return Divergence(mean=self.mean, worst=value) if is_finite else None
+
+    def as_entropy(self) -> Entropy | None:
+        """Returns mean, least and most; None if one is not finite or there are no rows."""
+        is_finite = all(map(math.isfinite, self))
+        return Entropy(mean=self.mean, least=self.least, most=self.most) if is_finite else None
+
+
+NO_ROWS: Final = HeadStats(0.0, math.nan, math.inf, -math.inf)
+
 
 def _merge(rows: Tensor, total: Tensor, least: Tensor, most: Tensor) -> RowStats:
     """Merges statistics along their first axis."""
@@ -204,20 +220,18 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 def compare_rows(
-    variant_BHRS: Tensor, baseline_BHRS: Tensor, are_distributions: tuple[bool, bool]
+    variant_BHRS: Tensor, is_stochastic: bool, baseline_BHRS: Tensor, is_baseline_stochastic: bool
 ) -> Mapping[str, RowStats]:
     """Returns statistics of each metric of rows of a variant's weights, against the same rows of
-    the baseline; arguments as for `row_metrics`."""
-
-    def metrics(variant_NS: Tensor, baseline_NS: Tensor) -> Metrics:
-        return row_metrics(variant_NS, baseline_NS, are_distributions)
-
+    the baseline. Stochastic weights are distributions: see `row_metrics`."""
+    kinds = is_stochastic, is_baseline_stochastic
+    metrics = partial(row_metrics, are_distributions=kinds)
     return _stats(metrics, variant_BHRS, baseline_BHRS)
 
 
-def describe_rows(weights_BHRS: Tensor, are_distributions: bool) -> Mapping[str, RowStats]:
+def describe_rows(weights_BHRS: Tensor, is_stochastic: bool) -> Mapping[str, RowStats]:
     """Returns statistics of the entropy and the unevenness of rows of weights."""
-    return _stats(lambda rows_NS: _own_metrics(rows_NS, are_distributions), weights_BHRS)
+    return _stats(partial(_own_metrics, are_distributions=is_stochastic), weights_BHRS)
 
 
 def _stats(metrics: Callable[..., Metrics], *weights_BHRS: Tensor) -> Mapping[str, RowStats]:
