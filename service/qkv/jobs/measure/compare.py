@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
 from typing import Any, Final
 
@@ -86,10 +86,14 @@ class _Measured:
         known, added = self.stats, await self.runner.compute(compute)
         self.stats = {n: known[n].merged(x) if n in known else x for n, x in added.items()}
 
+    @cached_property
+    def pooled(self) -> Mapping[str, HeadStats]:
+        """The statistics over the rows of all heads, once all rows are added."""
+        return {name: x.pooled().heads()[0] for name, x in self.stats.items()}
+
     def of_all_heads(self, metric: str) -> HeadStats:
         """Returns the statistics of a metric over the rows of all heads."""
-        stats = self.stats.get(metric)
-        return NO_ROWS if stats is None else stats.pooled().heads()[0]
+        return self.pooled.get(metric, NO_ROWS)
 
     @property
     def name(self) -> str:
@@ -239,27 +243,22 @@ def _figures(
     """
     plan, axes, errors = one.entry.plan, request.head_axes, one.errors
 
-    def weights(stats: Mapping[str, RowStats]) -> list[Any]:
-        """Returns the figures of each head of these statistics."""
-        heads = zip(*(x.heads() for x in stats.values()), strict=True)
-        return [weights_of(dict(zip(stats, each, strict=True))) for each in heads]
-
     heads = None
     if request.per_head:
         count = request.head_count
         outputs = [None] * count if errors is None or axes is None else errors.heads()
-        rows = weights(one.stats) or [None]
+        each = zip(*(x.heads() for x in one.stats.values()), strict=True)
+        rows = [weights_of(dict(zip(one.stats, head, strict=True))) for head in each] or [None]
         # one head may stand for all: see `CompareRequest.planes`
         rows = rows if len(rows) == count else rows * count
         pairs = zip(outputs, rows, strict=True)
         heads = tuple(head_type(output=error, weights=figures) for error, figures in pairs)
-    (pooled,) = weights({n: x.pooled() for n, x in one.stats.items()}) or [None]
     return {
         "variant": one.name,
         "parameters": one.entry.choice.parameters,
         "weights_are": one.weights_are,
         "output": None if errors is None else errors.whole(),
-        "weights": pooled,
+        "weights": weights_of(one.pooled) if one.stats else None,
         "timing": summarize_times(one.times_ms),
         "flops": plan.flops,
         "bytes": plan.bytes,
