@@ -53,7 +53,7 @@ def test_service_and_local_run_give_the_same_report(server: Server, per_head: bo
     assert_same_report(response.json(), compare(inputs, **fields))
     assert set(response.headers["server-timing"].split(";dur=")) >= {"queue"}
     timing = response.json()["timing"]
-    assert timing["runs"] == 3 + 3 * 2 + 1 + 2
+    assert timing["runs"] == 3 + 3 * 2 + 1 + 3  # peaks, times, the reference, rows of weights
     assert timing["device"] == "cpu"
     assert timing["total_ms"] >= timing["compute_ms"] > 0
 
@@ -136,7 +136,7 @@ def test_client_disconnect_ends_the_comparison(server: Server, counted: list[Job
             wait_until(lambda: server.queued_count == 0)
         seen = len(counted)
         assert post(server, {"inputs": INPUTS, "variants": ["mean"], "repeats": 1}).is_success
-    own = 2 + 2 + 1 + 1
+    own = 2 + 2 + 1 + 2
     assert len(counted) == seen + own
 
 

@@ -88,14 +88,14 @@ def test_disconnected_sweep_keeps_its_admission_until_its_thread_ends(
 ) -> None:
     own = serve()
     has_started, may_continue = threading.Event(), threading.Event()
-    drawn = SweepRequest.job
+    drawn = SweepRequest.draw
 
     def slowly(*arguments: Any) -> Any:
         has_started.set()
         assert may_continue.wait(TIMEOUT_S)
         return drawn(*arguments)
 
-    monkeypatch.setattr(SweepRequest, "job", slowly)
+    monkeypatch.setattr(SweepRequest, "draw", slowly)
     with open_sweep(own, variants=["mean"], lengths=[8]) as client:
         assert has_started.wait(TIMEOUT_S)
         load_before = own.engine.admission.bodies.total

@@ -45,11 +45,13 @@ def test_peak_is_that_of_torch_allocations() -> None:
         return torch.cat([other, torch.empty(1 << 19)])
 
     before = torch.zeros(1 << 10)
-    assert device.measure_peak_bytes(work) == 4 * ((1 << 20) + (1 << 19) + (1 << 20) + (1 << 19))
-    assert device.measure_peak_bytes(lambda: before) == 0
+    result, peak = device.measure_peak_bytes(work)
+    assert len(result) == (1 << 20) + (1 << 19)
+    assert peak == 4 * ((1 << 20) + (1 << 19) + (1 << 20) + (1 << 19))
+    assert device.measure_peak_bytes(lambda: before) == (before, 0)
     with pytest.raises(ZeroDivisionError):
         device.measure_peak_bytes(lambda: 1 / 0)
-    assert device.measure_peak_bytes(lambda: torch.empty(8)) == 32
+    assert device.measure_peak_bytes(lambda: torch.empty(8))[1] == 32
 
 
 @pytest.mark.gpu
@@ -58,7 +60,7 @@ def test_peak_is_that_of_torch_allocations_on_an_accelerator() -> None:
     if not device.is_accelerator:
         pytest.skip("needs an accelerator")
     where = device.torch_device
-    peak = device.measure_peak_bytes(
+    _, peak = device.measure_peak_bytes(
         lambda: torch.empty(1 << 20, device=where) + torch.empty(1 << 20, device=where)
     )
     assert peak == 12 << 20

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device.device import MemoryUsage
 
 __all__ = ["PRETENDED", "PretendedDevice", "PretendedTensor", "counting", "faults", "live_tensors"]
+
+_T = TypeVar("_T")
 
 _NAME: Final = "pretended"
 _COPIES: Final = ("aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::to.device")
@@ -317,7 +319,7 @@ class PretendedDevice(Accelerator):
         self.released += 1
         faults.allocations = None
 
-    def measure_peak_bytes(self, work: Callable[[], object]) -> int:
+    def measure_peak_bytes(self, work: Callable[[], _T]) -> tuple[_T, int]:
         """Measures the inner tensors."""
         return self._cpu.measure_peak_bytes(work)
 

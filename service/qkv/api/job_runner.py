@@ -169,9 +169,8 @@ class JobRunner:
         Raises:
             QkvError: from the engine.
         """
-        run = Job(job.plan, job.tensors, job.layer)  # a comparison runs some jobs several times
         return await self._engine.submit(
-            run, tenant=current_tenant(), priority=priority, wait_s=wait_s
+            job, tenant=current_tenant(), priority=priority, wait_s=wait_s
         )
 
     def admit_bytes(self, size: int) -> AdmittedBody:

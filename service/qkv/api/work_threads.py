@@ -18,7 +18,7 @@ from fastapi import Request
 from qkv.api.job_runner import cancel_on_disconnect
 from qkv.errors import ClientDisconnected, DeadlineExceeded, ServiceUnavailable
 
-__all__ = ["Work", "WorkThreads"]
+__all__ = ["Work", "WorkThreads", "use_one_core"]
 
 _MAX_ACCEPTED: Final = 32
 _RETRY_AFTER_S: Final = _MAX_ACCEPTED // 4  # if each takes 0.25 s, as a large right output
@@ -41,7 +41,7 @@ class WorkThreads:
     """
 
     def __init__(self, kind: str, count: int) -> None:
-        self._kind, self._threads = kind, ThreadPoolExecutor(count, kind, _use_one_core)
+        self._kind, self._threads = kind, ThreadPoolExecutor(count, kind, use_one_core)
         self._free = asyncio.Semaphore(count)
         self._accepted = 0
 
@@ -111,7 +111,7 @@ class WorkThreads:
             raise DeadlineExceeded(_LATE) from None
 
 
-def _use_one_core() -> None:
+def use_one_core() -> None:
     """Lets torch use one core in this thread."""
     # a thread takes the number that any thread set last, when it first needs one. A number that is
     # set sooner is lost then, so the thread asks for it first. The engine sets its own for each job

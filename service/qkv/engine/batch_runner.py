@@ -128,7 +128,7 @@ class BatchRunner:
 
     def record_failure(self, job: Job) -> None:
         """Records a job that failed or expired."""
-        if self.recorder is not None and job.plan.task == "run":
+        if self.recorder is not None and job.plan.is_inference:
             total_s = time.perf_counter() - job.submitted_at
             for name in job.plan.derived(_model_names):
                 self.recorder.record_failure(name, total_s)
@@ -143,7 +143,7 @@ class BatchRunner:
             result.device = device
             every.append(times)
         plan = jobs[0].plan
-        if self.recorder is not None and plan.task == "run":  # of a client
+        if self.recorder is not None and plan.is_inference:
             for name in plan.derived(_model_names):
                 self.recorder.record_batch(name, every)
 

@@ -17,9 +17,17 @@ from torch import Tensor
 from qkv.attention.common import guards
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.engine.device.device import Device, Stopwatch, Unloading
-from qkv.engine.forward import NOTE, LayerTensors, call_variant, can_defer, in_layout
+from qkv.engine.forward import (
+    NOTE,
+    LayerTensors,
+    call_variant,
+    can_defer,
+    can_widen,
+    in_layout,
+)
 from qkv.jobs.buffer_layout import ALIGNMENT
 from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from qkv.jobs.result import Result
 from qkv.telemetry.times import Times
 from qkv.tensors import DTYPES, RawTensor
@@ -129,7 +137,7 @@ def _run_on_cpu(job: Job, device: Device, batch_size: int) -> Result:
     inputs = {name: _load(raw, shapes[name]) for name, raw in tensors.items()}
     weights = {} if job.layer is None else _layer_weights(job, device)
     loaded_at = time.perf_counter()
-    computed, backend = call_variant(plan, inputs, weights, None, device)
+    computed, backend, peak_bytes = _measured_call(plan, inputs, weights, None, device)
     computed_at = time.perf_counter()
     notes = _take_notes(computed, [plan.batch_size])[0] if plan.variant.has_notes else ()
     specs, outputs = plan.output_specs, {}
@@ -138,7 +146,25 @@ def _run_on_cpu(job: Job, device: Device, batch_size: int) -> Result:
         outputs[name] = RawTensor(dtype, shape, _bytes_in(tensor.contiguous(), dtype))
     split_s = time.perf_counter() - computed_at
     times = Times(loaded_at - started_at, computed_at - loaded_at, split_s)
-    return Result(outputs, times, backend, batch_size, started_at, notes=notes)
+    return Result(
+        outputs, times, backend, batch_size, started_at, notes=notes, peak_bytes=peak_bytes
+    )
+
+
+def _measured_call(
+    plan: Plan,
+    tensors: Mapping[str, Tensor],
+    weights: LayerTensors,
+    plane_BH: Tensor | None,
+    device: Device,
+) -> tuple[dict[str, Tensor], str, int]:
+    """Returns the outputs of `call_variant`, and its peak of memory if that is to be measured."""
+    if not plan.measurement.peak:
+        return *call_variant(plan, tensors, weights, plane_BH), 0
+    outputs, peak_bytes = device.measure_peak_bytes(
+        lambda: call_variant(plan, tensors, weights, plane_BH)
+    )
+    return *outputs, peak_bytes
 
 
 class _Call:
@@ -166,24 +192,25 @@ class _Call:
         self._in_use: tuple[object, ...] = (inputs, weights)
         self._loaded_at = time.perf_counter()
         self._stopwatch: Stopwatch = device.start_stopwatch()
-        plane_BH = None
+        plane_BH, self._peak_bytes = None, 0
         if len(jobs) > 1 and plan.variant.takes_plane:
             H = plan.inputs.axes.sizes["H"]
             plane_BH = _plane_indices(self._sizes, H, device.torch_device)
         if path != "careful":
             with guards.deferred(sum(self._sizes), is_wide=path == "wide") as collected:
-                tensors, self._backend = call_variant(plan, inputs, weights, plane_BH, device)
+                tensors, self._backend = call_variant(plan, inputs, weights, plane_BH)
             tensors |= {_FITS: collected.fitting_items(device.torch_device)}
         else:
-            tensors, self._backend = call_variant(plan, inputs, weights, plane_BH, device)
+            tensors, self._backend, self._peak_bytes = _measured_call(
+                plan, inputs, weights, plane_BH, device
+            )
         self._stopwatch.stop()
         self._unloading: Unloading = device.unload(tensors)
 
     @property
     def can_widen(self) -> bool:
         """True if float64 may be wide enough for jobs that need another path."""
-        plan = self.jobs[0].plan
-        return plan.task not in ("gradients", "float64") and plan.inputs.dtype != "float64"
+        return can_widen(self.jobs[0].plan)
 
     def again(self, jobs: Sequence[Job]) -> _Call:
         """Begins a call of some of the jobs in float64."""
@@ -204,7 +231,7 @@ class _Call:
             times = Times(load_s, compute_s, split_s, stacked_count=sum(fits))
             result = Result(
                 job_outputs, times, self._backend, self._batch_size, self.started_at, len(jobs),
-                notes=job_notes,
+                notes=job_notes, peak_bytes=self._peak_bytes,
             )  # fmt: skip
             results.append(result if fit else None)
         return results

@@ -5,7 +5,7 @@ The executor calls `call_variant`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -17,17 +17,23 @@ from qkv.attention.common.guards import are_deferred, holds, largest_size
 from qkv.attention.layers import projection
 from qkv.attention.signature import STATE, VERSION
 from qkv.engine import layer_pass
-from qkv.engine.device.device import Device
 from qkv.engine.layer_pass import GRADIENT, LayerTensors
 from qkv.engine.step_tensors import compute_steps
 from qkv.engine.weight_blocks import compute_weight_form
 from qkv.jobs.float64 import float64_arguments, to_float64
-from qkv.jobs.gradient_plan import GRAD_OUTPUT
-from qkv.jobs.measure.row_divergence import compare_rows
-from qkv.jobs.plan import PEAK_BYTES, Plan, Task
+from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
+from qkv.jobs.plan import Plan
 from qkv.jobs.state import GRAD_SUMS, SUMS, version_of
 
-__all__ = ["NOTE", "LayerTensors", "Outputs", "call_variant", "can_defer", "in_layout"]
+__all__ = [
+    "NOTE",
+    "LayerTensors",
+    "Outputs",
+    "call_variant",
+    "can_defer",
+    "can_widen",
+    "in_layout",
+]
 
 NOTE: Final = "note: "
 """The beginning of the names of conditions among the outputs, (B,) or (): a note on an item's
@@ -46,7 +52,6 @@ def call_variant(
     tensors: Mapping[str, Tensor],
     weights: LayerTensors,
     plane_BH: Tensor | None,
-    device: Device,
 ) -> Outputs:
     """Projects the tensors if the plan has a layer, then calls the variant.
 
@@ -55,42 +60,30 @@ def call_variant(
         tensors: by name, with every axis of the signature.
         weights: of the plan's layer; empty without a layer.
         plane_BH: as `softmax.attend` takes it; None: the tensors belong to a single request.
-        device: of the tensors.
     """
-    if plan.task == "peak":
-        peak_bytes = device.measure_peak_bytes(
-            lambda: _run_forward(plan, tensors, weights, plane_BH)
+    if isinstance(plan, GradientPlan):
+        return _run_gradients(plan, tensors, weights, plane_BH)
+    if plan.measurement.float64:
+        tensors, weights = (
+            {n: to_float64(t) for n, t in group.items()} for group in (tensors, weights)
         )
-        return {PEAK_BYTES: torch.tensor([peak_bytes])}, "measured"
-    return _CALLS[plan.task](plan, tensors, weights, plane_BH)
+    projected = layer_pass.project(plan, tensors, weights)
+    return _attend(plan, _arguments(plan, projected, plane_BH), weights)
 
 
 def can_defer(plan: Plan) -> bool:
     """Returns True if no code of a job reads numbers but by `guards`."""
-    return plan.task not in ("peak", "rows") and plan.variant.stackable_below > 0
+    return not plan.measurement.peak and plan.variant.stackable_below > 0
 
 
-def _run_forward(
-    plan: Plan, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
-) -> Outputs:
-    projected = tensors if plan.inputs.layer is None else layer_pass.project(plan, tensors, weights)
-    return _attend(plan, _arguments(plan, projected, plane_BH), weights)
-
-
-def _run_cached_token(
-    plan: Plan,
-    tensors: Mapping[str, Tensor],
-    weights: LayerTensors,
-    plane_BH: Tensor | None,
-) -> Outputs:
-    for name in ("key", "value"):  # to append is part of a token's work; the bits stay
-        last = tensors[name][:, :, -1:]
-        last.copy_(last.clone())
-    return _run_forward(plan, tensors, weights, plane_BH)
+def can_widen(plan: Plan) -> bool:
+    """Returns True if a run in float64 may have a path that the numbers of a job need."""
+    is_wide = plan.measurement.float64 or plan.inputs.dtype == "float64"
+    return not is_wide and not isinstance(plan, GradientPlan)
 
 
 def _run_gradients(
-    plan: Plan,
+    plan: GradientPlan,
     tensors: Mapping[str, Tensor],
     weights: LayerTensors,
     plane_BH: Tensor | None,
@@ -100,37 +93,6 @@ def _run_gradients(
         tensors = _without_hidden(plan, tensors)
     arguments = _arguments(plan, layer_pass.project(plan, tensors, weights), plane_BH)
     return _compute_gradients(plan, tensors, weights, arguments), backend
-
-
-def _run_in_float64(
-    plan: Plan, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
-) -> Outputs:
-    tensors, weights = _to_float64(tensors, weights)
-    projected = layer_pass.project(plan, tensors, weights)
-    arguments = float64_arguments(plan.variant, projected, plan.arguments, plan.inputs.dtype)
-    if plan.variant.takes_plane:
-        arguments["plane_BH"] = plane_BH
-    return _attend(plan, arguments, weights)
-
-
-def _run_row_divergence(
-    plan: Any,  # a `RowDivergencePlan`
-    tensors: Mapping[str, Tensor],
-    weights: LayerTensors,
-    _plane_BH: Tensor | None,
-) -> Outputs:
-    projected = layer_pass.project(plan, *_to_float64(tensors, weights))
-    return compare_rows(plan, projected), "explicit"
-
-
-_CALLS: Final[Mapping[Task, Callable[..., Outputs]]] = {
-    "run": _run_forward,
-    "time": _run_forward,
-    "token": _run_cached_token,
-    "gradients": _run_gradients,
-    "float64": _run_in_float64,
-    "rows": _run_row_divergence,
-}
 
 
 def _tensor_arguments(plan: Plan) -> Sequence[tuple[str, str]]:
@@ -156,13 +118,19 @@ def _arguments(
     plan: Plan, projected: Mapping[str, Tensor], plane_BH: Tensor | None
 ) -> dict[str, Any]:
     """Returns tensors and parameters as the variant's functions take them."""
-    if are_deferred():
-        _defer_size_checks(plan, projected)
-    arguments: dict[str, Any] = {a: projected[name] for name, a in plan.derived(_tensor_arguments)}
-    arguments.update(plan.arguments)
+    arguments: dict[str, Any]
+    if plan.measurement.float64:
+        arguments = float64_arguments(plan.variant, projected, plan.arguments, plan.inputs.dtype)
+    else:
+        if are_deferred():
+            _defer_size_checks(plan, projected)
+        arguments = {a: projected[name] for name, a in plan.derived(_tensor_arguments)}
+        arguments.update(plan.arguments)
+        if plan.variant.state is not None:
+            arguments = plan.variant.with_state(arguments)
     if plan.variant.takes_plane:
         arguments["plane_BH"] = plane_BH
-    return arguments if plan.variant.state is None else plan.variant.with_state(arguments)
+    return arguments
 
 
 def _defer_size_checks(plan: Plan, projected: Mapping[str, Tensor]) -> None:
@@ -211,13 +179,6 @@ def _state_tensors(plan: Plan, state: Any) -> dict[str, Tensor]:
     version = torch.tensor(numbers).to(sums.device, non_blocking=True)
     found[VERSION] = version.expand(len(sums), -1)
     return {name: found[name] for name in plan.output_specs if name in found}
-
-
-def _to_float64(
-    tensors: Mapping[str, Tensor], weights: LayerTensors
-) -> tuple[Mapping[str, Tensor], LayerTensors]:
-    inputs, wide = ({n: to_float64(t) for n, t in group.items()} for group in (tensors, weights))
-    return inputs, wide
 
 
 def _without_hidden(plan: Plan, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -285,7 +246,7 @@ def _output_gradients(
 def in_layout(plan: Plan, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Returns a plan's outputs on the CPU with the gradients of its layer in the layer's layout."""
     layer = plan.inputs.layer
-    if layer is None or plan.task != "gradients":
+    if layer is None or not isinstance(plan, GradientPlan):
         return tensors
     rest = {n: t for n, t in tensors.items() if not n.startswith(GRADIENT)}
     if layer.loaded is not None:

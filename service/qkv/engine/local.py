@@ -5,19 +5,19 @@ Each function takes a request's message or fields, and returns a message, JSON o
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 
 from qkv.attention import catalogue, contract_results
 from qkv.attention.layers import layer_reader, layout_catalogue
+from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_sizes import sizes_of
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device_errors import to_client_error
@@ -28,15 +28,15 @@ from qkv.jobs.convert import convert_message
 from qkv.jobs.float64 import float64_arguments, to_float64
 from qkv.jobs.gradient_plan import GradientPlan
 from qkv.jobs.job import Job
-from qkv.jobs.measure import compare_report
+from qkv.jobs.measure import compare as comparisons
+from qkv.jobs.measure import sweep as sweeps
 from qkv.jobs.measure.compare_request import CompareRequest
+from qkv.jobs.measure.sweep import SweepEvent
 from qkv.jobs.measure.sweep_request import SweepRequest
-from qkv.jobs.measure.sweep_run import SweepEvent, SweepRun
 from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.result import Result
 from qkv.tensors import FLOATING, RawTensor
 from qkv.wire.message import Message
-from qkv.wire.responses import CompareResponse, CompareTiming
 
 __all__ = [
     "attend",
@@ -51,6 +51,8 @@ __all__ = [
     "sweep",
     "variants",
 ]
+
+_T = TypeVar("_T")
 
 _UNLIMITED: Final = Limits(response_bytes=1 << 62, job_bytes=1 << 62)
 
@@ -181,26 +183,67 @@ def compare(message: Message) -> dict[str, Any]:
     Raises:
         QkvError: as the service would respond.
     """
-    steps = compare_report.compare(CompareRequest(message, _UNLIMITED))
-    started_at, compute_s, runs = time.perf_counter(), 0.0, 0
+    request, started_at = CompareRequest(message, _UNLIMITED), time.perf_counter()
+    response, _ = _complete(comparisons.compare(request, _DirectRunner(), started_at))
+    return response.model_dump(mode="json")
+
+
+def sweep(fields: Mapping[str, Any]) -> Generator[SweepEvent]:
+    """Times variants over lengths on the CPU, and yields each event at once.
+
+    Args:
+        fields: of the request's body, as `POST /v1/sweep` takes them.
+
+    Raises:
+        QkvError: as the service would respond.
+    """
+    events = sweeps.sweep(SweepRequest(fields, _UNLIMITED), _CellRunner())
     try:
-        job = next(steps)
         while True:
-            output = _execute(job)
-            compute_s, runs = compute_s + output.times.compute_s, runs + 1
-            job = steps.send((output.outputs, output.times.compute_s * 1e3, output.notes))
+            yield _complete(events.__anext__())
+    except StopAsyncIteration:
+        return
+    finally:
+        _complete(events.aclose())
+
+
+class _DirectRunner:
+    """Runs each plan at once, in this thread. One process has no other requests."""
+
+    async def run(
+        self, plan: Plan, tensors: Mapping[str, RawTensor], layer: Layer | None = None
+    ) -> Result:
+        result = _execute(Job(plan, tensors, layer))
+        result.device = "cpu"
+        return result
+
+    async def compute(self, work: Callable[[], _T]) -> _T:
+        return work()
+
+    def reserve(self, size: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class _CellRunner(_DirectRunner):
+    """The same with errors as the service has them: a cell that fails does not end a sweep."""
+
+    async def run(
+        self, plan: Plan, tensors: Mapping[str, RawTensor], layer: Layer | None = None
+    ) -> Result:
+        try:
+            return await super().run(plan, tensors, layer)
+        except Exception as error:
+            raise to_client_error(error, CpuDevice()) from None
+
+
+def _complete(work: Coroutine[Any, Any, _T]) -> _T:
+    """Returns the result of a coroutine that waits for nothing, without an event loop."""
+    try:
+        work.send(None)
     except StopIteration as end:
-        report: compare_report.CompareReport = end.value
-    total_ms = (time.perf_counter() - started_at) * 1e3
-    timing = CompareTiming(
-        queue_ms=0.0,
-        transfer_ms=0.0,
-        compute_ms=compute_s * 1e3,
-        runs=runs,
-        device="cpu",
-        total_ms=total_ms,
-    )
-    return CompareResponse(**report._asdict(), timing=timing).model_dump(mode="json")
+        result: _T = end.value
+        return result
+    raise AssertionError
 
 
 def detect(message: Message) -> list[dict[str, Any]]:
@@ -213,46 +256,6 @@ def detect(message: Message) -> list[dict[str, Any]]:
     response = convert_message(replace(message, fields=fields))
     detected: list[dict[str, Any]] = response.fields["detected"]
     return detected
-
-
-class _LocalRunner:
-    """Runs the jobs of a sweep, one after the other."""
-
-    def reserve(self, _: int) -> AbstractContextManager[None]:
-        """Reserves nothing: one process has no other requests."""
-        return nullcontext()
-
-    async def measure(self, job: Job) -> tuple[Mapping[str, RawTensor], float]:
-        """Runs a job at once; returns its outputs and its milliseconds of compute."""
-        await asyncio.sleep(0)  # the sweep can be cancelled before each run
-        try:
-            output = _execute(job)
-        except Exception as error:
-            raise to_client_error(error, CpuDevice()) from None
-        return output.outputs, output.times.compute_s * 1e3
-
-
-def sweep(fields: Mapping[str, Any]) -> Generator[SweepEvent]:
-    """Times variants over lengths on the CPU, and yields each event at once.
-
-    Args:
-        fields: of the request's body, as `POST /v1/sweep` takes them.
-
-    Raises:
-        QkvError: as the service would respond.
-    """
-    events = SweepRun(SweepRequest(fields, _UNLIMITED), _LocalRunner()).events()
-    # the runner closes `events` when it ends, after Ctrl-C even if a task has not started yet
-    with asyncio.Runner() as runner:
-        try:
-            while (event := runner.run(_next(events))) is not None:
-                yield event
-        except asyncio.CancelledError:  # Ctrl-C before Runner.run resets its count of interrupts
-            raise KeyboardInterrupt from None
-
-
-async def _next(events: AsyncGenerator[SweepEvent, None]) -> SweepEvent | None:
-    return await anext(events, None)
 
 
 def variants() -> list[dict[str, Any]]:

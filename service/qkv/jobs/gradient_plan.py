@@ -15,7 +15,7 @@ from qkv.jobs import state
 from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
 from qkv.jobs.layer_inputs import find_loaded
-from qkv.jobs.plan import Limits, Plan, Task
+from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.run_fields import parse_parameters
 from qkv.jobs.state import GRAD_SUMS
 from qkv.tensors import FLOATING, RawTensor
@@ -39,8 +39,6 @@ class GradientPlan(Plan):
         inputs: the inputs of the run and grad_output.
         outputs: names of the tensors that have a gradient.
     """
-
-    task: Task = "gradients"
 
     @classmethod
     def from_message(cls, variant_name: str, message: Message, limits: Limits) -> Self:
@@ -83,6 +81,11 @@ class GradientPlan(Plan):
             state.check_fit(variant, parameters, inputs.axes.sizes, inputs.layer)
         plan.check_size(limits)
         return plan
+
+    @property
+    def is_inference(self) -> bool:
+        """False: statistics of models count runs."""
+        return False
 
     @cached_property
     def runs_alone(self) -> bool:

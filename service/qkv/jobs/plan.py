@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import pydantic
 
@@ -28,7 +28,7 @@ from qkv.jobs.weight_forms import FULL, WeightForm
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.message import Message
 
-__all__ = ["PEAK_BYTES", "SMALL_BYTES", "BatchKey", "Limits", "Plan", "Task"]
+__all__ = ["SMALL_BYTES", "BatchKey", "Limits", "Measurement", "Plan"]
 
 _T = TypeVar("_T")
 
@@ -78,17 +78,22 @@ class BatchKey:
         return isinstance(other, BatchKey) and self.parts == other.parts
 
 
-Task = Literal["run", "gradients", "time", "token", "peak", "float64", "rows"]
-"""The work of a plan.
+class Measurement(NamedTuple):
+    """How a plan runs for a comparison or a sweep. No field of a request says so.
 
-run, gradients: of a client. The others are measurements. time: a run alone in its batch, so that
-the batch's time is its own. token: such a run of one query, which first writes the last key and
-value to those before. peak: a run that returns its peak of memory. float64: a run in float64.
-rows: a comparison of rows of weights.
-"""
+    Attributes:
+        alone: the job is alone in its batch, runs on the device's thread however small it is, and
+            borrows no idle threads, so that its time is its own.
+        peak: the result has the peak of memory. Its time means nothing.
+        float64: inputs and layer are widened on the device, and the outputs are float64.
+    """
 
-PEAK_BYTES: Final = "peak_bytes"
-"""The output of the task `peak`: the bytes that a run takes beside its inputs."""
+    alone: bool = False
+    peak: bool = False
+    float64: bool = False
+
+
+_UNMEASURED: Final = Measurement()
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +106,7 @@ class Plan:
         inputs: the tensors and the layer, without their numbers.
         outputs: names of the outputs to return.
         form: the form of the weights, if they are returned.
-        task: the work.
+        measurement: how it runs.
     """
 
     variant: Variant
@@ -109,7 +114,7 @@ class Plan:
     inputs: Inputs
     outputs: frozenset[str]
     form: WeightForm = FULL
-    task: Task = "run"
+    measurement: Measurement = _UNMEASURED
 
     @classmethod
     def from_message(cls, variant_name: str, message: Message, limits: Limits) -> Self:
@@ -140,14 +145,14 @@ class Plan:
         plan.check_size(limits)
         return plan
 
-    def measured(self, task: Task) -> Self:
-        """Returns the plan of a measurement of the same run."""
-        return replace(self, form=FULL, task=task)
+    def measured(self, *, peak: bool = False, float64: bool = False) -> Self:
+        """Returns the plan of the same run, alone; arguments as of `Measurement`."""
+        return replace(self, measurement=Measurement(True, peak, float64))
 
     @property
-    def is_measurement(self) -> bool:
-        """True if a measurement needs the work, and no client has asked for it."""
-        return self.task not in ("run", "gradients")
+    def is_inference(self) -> bool:
+        """True if a client has asked for the run: statistics count it."""
+        return not self.measurement.alone
 
     def derived(self, compute: Callable[[Plan], _T]) -> _T:
         """Returns what a reader of plans computes from one, and computes it once.
@@ -172,7 +177,7 @@ class Plan:
     @cached_property
     def runs_alone(self) -> bool:
         """True if a job of the plan is never stacked."""
-        return self.is_measurement
+        return self.measurement.alone
 
     @cached_property
     def shared_names(self) -> Sequence[str]:
@@ -181,7 +186,7 @@ class Plan:
 
     @cached_property
     def batch_key(self) -> BatchKey:
-        """Task, variant, parameters and outputs; names, dtypes and shapes of the tensors, without
+        """Class, variant, parameters and outputs; names, dtypes and shapes of the tensors, without
         B; the name of a loaded layer."""
         shapes, dtypes = self.inputs.shapes, self.inputs.dtypes
         axes = tuple(
@@ -194,7 +199,7 @@ class Plan:
         returned = self.outputs, self.form
         parameters: Any = self.parameters  # they are frozen, and have a hash
         of_layer = weights, options, self.layer_name
-        return BatchKey((self.task, self.variant.name, parameters, axes, *returned, *of_layer))
+        return BatchKey((type(self), self.variant.name, parameters, axes, *returned, *of_layer))
 
     @property
     def batch_size(self) -> int:
@@ -250,7 +255,7 @@ class Plan:
 
     def dtype_of(self, output: str) -> str:
         """Returns the dtype of an output in the response."""
-        if self.task == "float64":
+        if self.measurement.float64:
             return "float64"
         if output.startswith(STATE):
             return self._dtype_of_state(output)
@@ -302,7 +307,7 @@ class Plan:
         """
         pairs = math.prod(self.inputs.axes.sizes.get(letter, 1) for letter in "BHLS")
         return (
-            not (self.has_steps or self.is_measurement)
+            not (self.has_steps or self.measurement.alone)
             and self.flops < _SMALL_FLOPS
             and self.bytes < SMALL_BYTES
             and max(self.score_count, pairs) < _SMALL_SCORES
@@ -316,8 +321,6 @@ class Plan:
     @cached_property
     def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """The dtype and shape of each output in the response, in its order."""
-        if self.task == "peak":
-            return {PEAK_BYTES: ("int64", (1,))}
         names = [name for name in self.output_names if name in self.outputs]
         specs = {n: (self.dtype_of(n), self.output_shape(n)) for n in names}
         if self.form.is_summary:
@@ -341,7 +344,7 @@ class Plan:
         would skew a measurement."""
         inputs = self.inputs
         return (
-            self.task == "run"
+            self.is_inference
             and inputs.layer is None
             and self.variant.uses_sdpa(
                 inputs.axes.sizes, self.parameters, self.outputs, inputs.specs

@@ -25,6 +25,7 @@ class Result:
         call_size: number of jobs in the call of its outputs, those that ran again included.
         device: name of the device, as responses give it.
         notes: sentences on its numbers, from the variant.
+        peak_bytes: the memory that the run took beside its inputs; 0 if it was not measured.
     """
 
     outputs: dict[str, RawTensor]
@@ -35,6 +36,7 @@ class Result:
     call_size: int = 1
     device: str = ""
     notes: tuple[str, ...] = ()
+    peak_bytes: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -19,8 +19,6 @@ from qkv.errors import DeadlineExceeded, Internal, InvalidContent, QkvError, Ser
 from qkv.jobs import plan_codec
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.row_metrics import ROW_METRICS
-from qkv.jobs.measure.row_stats import ROW_STATS
 from qkv.jobs.plan import Plan
 from qkv.jobs.result import Result
 from qkv.telemetry.model_statistics import triton_statistics
@@ -101,17 +99,23 @@ def test_jobs_with_layers_run_remotely() -> None:
         run(test)
 
 
-def test_comparison_of_heads_runs_remotely() -> None:
+def test_runs_of_a_comparison_run_remotely() -> None:
     draw = np.random.default_rng(0)
     shapes = {"query": (2, 4, 7, 3), "key": (2, 2, 5, 3), "value": (2, 2, 5, 3)}
     raw = {n: RawTensor.from_numpy(draw.normal(size=s)) for n, s in shapes.items()}
     request = CompareRequest(Message({"variants": ["linear"], "per_head": True}, raw), LIMITS)
-    (job,) = request.divergence_jobs(request.variants[0])
+    (entry,) = request.variants
+    plans = [entry.plan, entry.plan.measured(peak=True), entry.rows_plan(request.rows)]
 
     async def test(fixture: Service) -> None:
-        there = await fixture.remotes[0].submit(job)
-        assert there.outputs[ROW_STATS].shape == (len(ROW_METRICS), 4, 4)
-        assert bits(there) == bits(await fixture.engine.submit(job))
+        for plan in plans:
+            job = Job(plan, entry.tensors)
+            there = await fixture.remotes[0].submit(job)
+            here = await fixture.engine.submit(job)
+            assert bits(there) == bits(here)
+            assert there.peak_bytes == here.peak_bytes
+            assert (there.peak_bytes > 0) is plan.measurement.peak
+        assert there.outputs["weights"].shape == (2, 4, 7, 5)
 
     run(test)
 

@@ -10,9 +10,9 @@ import pytest
 
 from qkv.engine import local
 from qkv.errors import InvalidContent, PayloadTooLarge
-from qkv.jobs.measure import compare_request, output_error, row_divergence
+from qkv.jobs.measure import compare_request, differences
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.output_error import sum_errors
+from qkv.jobs.measure.differences import sum_errors
 from qkv.jobs.plan import Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
@@ -145,7 +145,7 @@ def test_rows_without_a_figure_do_not_move_figures_to_other_heads(name: str) -> 
 def test_rows_are_chosen_as_without_heads(
     rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The figures do not depend on the sizes of jobs, blocks and parts."""
+    """The figures do not depend on the sizes of runs and parts."""
     inputs = random_inputs(B=2, H=3, G=3, N=40)
     fields: dict[str, Any] = {"variants": ["linear", "mean"], "rows": rows}
     report = compare(inputs, **fields, per_head=True)
@@ -155,9 +155,8 @@ def test_rows_are_chosen_as_without_heads(
         for entry, own in zip(entries(report), entries(alone), strict=True):
             assert is_close(entry["heads"][head]["weights"], own["weights"])
     # the real sizes bound memory: inputs of several jobs take seconds
-    monkeypatch.setattr(compare_request, "_JOB_SCORES", 7 * 6 * 40)
-    monkeypatch.setattr(row_divergence, "_BLOCK", 2 * 6 * 40)
-    monkeypatch.setattr(row_divergence, "_PART", 5 * 40)
+    monkeypatch.setattr(compare_request, "_PART_SCORES", 7 * 6 * 40)
+    monkeypatch.setattr(differences, "_PART", 5 * 40)
     for entry, cut in zip(
         entries(report), entries(compare(inputs, **fields, per_head=True)), strict=True
     ):
@@ -230,7 +229,7 @@ def test_head_errors_are_those_of_each_head_at_any_block(
 ) -> None:
     """Heads of very different sizes do not affect each other."""
     # the real block bounds memory: heads of several blocks take seconds
-    monkeypatch.setattr(output_error, "_BLOCK", block)
+    monkeypatch.setattr(differences, "_BLOCK", block)
     numbers = np.random.default_rng(0)
     sizes = np.array([1e-4, 0.0, 1.0, 1e4])[:, None]
     b, a = ((numbers.normal(size=(3, 4, 5)) * sizes).astype(DTYPES[dtype]) for _ in range(2))

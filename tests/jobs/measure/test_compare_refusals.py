@@ -74,9 +74,8 @@ def test_random_requests_are_rejected_or_run(
     except QkvError as error:
         assert_client_error(error, document)
     else:
-        for entry in request.variants:
-            for job in request.divergence_jobs(entry):
-                assert job.plan.score_count
+        for rows in request.row_parts:
+            assert all(entry.rows_plan(rows).bytes for entry in request.variants)
         assert json.loads(json.dumps(local.compare(message)))["variants"]
 
 

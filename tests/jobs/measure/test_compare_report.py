@@ -11,10 +11,9 @@ import torch
 
 from qkv.attention import catalogue
 from qkv.engine import local
-from qkv.jobs.measure import compare_request, row_divergence
+from qkv.jobs.measure import compare_request, differences
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.row_divergence import RowDivergencePlan
-from qkv.jobs.measure.row_metrics import ROW_METRICS, row_metrics
+from qkv.jobs.measure.differences import row_metrics
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.compare_requests import (
@@ -270,21 +269,21 @@ def test_equal_weights_share_their_ranks() -> None:
     b = np.array([[1.0, 1.0, 2.0, 3.0, 3.0, 3.0, 0.0], [5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0]])
     a = np.array([[2.0, 1.0, 1.0, 1.0, 4.0, 5.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]])
     found = row_metrics(torch.from_numpy(b), torch.from_numpy(a), (False, False))
-    metric = ROW_METRICS.index("rank_correlation")
+    values_N, has_N = found["rank_correlation"]
     right = row_figures(b[0], a[0])["rank_correlation"]
-    assert found.has_MN[metric].tolist() == [True, False]
-    assert found.values_MN[metric, 0].item() == pytest.approx(right, rel=1e-14)
+    assert has_N.tolist() == [True, False]
+    assert values_N[0].item() == pytest.approx(right, rel=1e-14)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 16, 40, 64, 100, None])
 def test_rows_are_evenly_spread_and_at_most_as_many_as_requested(
     rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result does not depend on the sizes of jobs and blocks."""
+    """The result does not depend on the sizes of runs and parts."""
     inputs = random_inputs(B=1, N=100)
     raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
     request = CompareRequest(Message({"variants": ["linear"], "rows": rows}, raw), UNLIMITED)
-    chosen = [i for first, last in request.rows for i in range(first, last)]
+    chosen = list(request.rows)
     assert len(set(chosen)) == len(chosen) <= (100 if rows is None else rows)
     assert len(chosen) > (99 if rows is None else rows - 16)
     whole = compare(inputs, variants=["linear"], rows=rows)
@@ -296,13 +295,12 @@ def test_rows_are_evenly_spread_and_at_most_as_many_as_requested(
     assert close({n: entry["weights"][n] for n in DIVERGENCES}, expected(b, a, {"stochastic"}))
     assert any("evenly spread" in note for note in whole["notes"]) is (len(chosen) < 100)
     # the real sizes bound memory: inputs of several jobs take seconds
-    monkeypatch.setattr(compare_request, "_JOB_SCORES", 7 * 2 * 100)
-    monkeypatch.setattr(row_divergence, "_BLOCK", 2 * 2 * 100)
-    monkeypatch.setattr(row_divergence, "_PART", 3 * 100)
+    monkeypatch.setattr(compare_request, "_PART_SCORES", 7 * 2 * 100)
+    monkeypatch.setattr(differences, "_PART", 3 * 100)
     cut = CompareRequest(Message({"variants": ["linear"], "rows": rows}, raw), UNLIMITED)
-    jobs = list(cut.divergence_jobs(cut.variants[0]))
-    plans = [job.plan for job in jobs if isinstance(job.plan, RowDivergencePlan)]
-    assert [i for plan in plans for r in plan.rows for i in range(*r)] == chosen
-    assert all(job.plan.score_count <= 7 * 2 * 100 for job in jobs)
+    parts = list(cut.row_parts)
+    assert [row for part in parts for row in part] == chosen
+    assert all(len(part) <= 7 for part in parts)
+    assert cut.variants[0].rows_plan(parts[0]).bytes_out <= 7 * 2 * 100 * 8
     again = compare(inputs, variants=["linear"], rows=rows)
     assert close(again["variants"][0]["weights"], entry["weights"])

@@ -15,16 +15,12 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
 from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.job import Job
-from qkv.jobs.measure.sweep_request import (
-    Crossover,
-    SweepFields,
-    SweepRequest,
-    Times,
-    crossovers,
-)
+from qkv.jobs.measure.sweep import crossovers
+from qkv.jobs.measure.sweep_request import Curve, SweepFields, SweepRequest
 from qkv.jobs.plan import Limits
 from qkv.tensors import RawTensor
 from qkv.wire import json as wire_json
+from qkv.wire.responses import Crossover, VariantTiming
 from support.examples import examples
 from support.known_requests import DTYPES, assert_client_error, assert_problem
 from support.service import Server
@@ -37,9 +33,13 @@ UNLIMITED: Final = Limits(response_bytes=1 << 62, job_bytes=1 << 62)
 # ------------------------------------------------------------ where curves cross
 
 
-def exact(times: dict[int, float]) -> dict[int, Times]:
+def times(least_ms: float, median_ms: float, most_ms: float) -> VariantTiming:
+    return VariantTiming(median_ms=median_ms, least_ms=least_ms, most_ms=most_ms, repeats=3)
+
+
+def exact(medians: dict[int, float]) -> dict[int, VariantTiming]:
     """Returns a curve whose repeats all take the same time."""
-    return {length: Times(ms, ms, ms) for length, ms in times.items()}
+    return {length: times(ms, ms, ms) for length, ms in medians.items()}
 
 
 def test_crossing_is_on_straight_lines_between_logarithms() -> None:
@@ -47,7 +47,7 @@ def test_crossing_is_on_straight_lines_between_logarithms() -> None:
     square = exact({n: n**2 / 4096 for n in (256, 512, 2048, 4096)})
     line = exact({n: n / 4 for n in (256, 512, 2048, 4096)})
     (there,), (back,) = crossovers([square, line]), crossovers([line, square])
-    assert (there.from_, there.to, back.from_, back.to) == (0, 1, 1, 0)
+    assert (there.before, there.after, back.before, back.after) == (0, 1, 1, 0)
     assert there.length == back.length == pytest.approx(1024)
     assert there.between == back.between == (512, 2048)
     assert crossovers([square, square]) == crossovers([square]) == crossovers([]) == []
@@ -57,16 +57,18 @@ def test_crossing_is_on_straight_lines_between_logarithms() -> None:
 
 def test_curves_are_compared_at_common_lengths() -> None:
     one = exact({1: 1.0, 2: 1.0, 4: 9.0, 8: 9.0})
-    ((from_, to, length, between),) = crossovers([one, exact({1: 2.0, 4: 2.0, 16: 1.0})])
-    assert (from_, to, between) == (0, 1, (1, 4))
-    assert 1 < length < 4
+    (found,) = crossovers([one, exact({1: 2.0, 4: 2.0, 16: 1.0})])
+    assert (found.before, found.after, found.between) == (0, 1, (1, 4))
+    assert 1 < found.length < 4
     assert crossovers([one, exact({3: 1.0})]) == crossovers([one, {}]) == []
 
 
 def test_equal_times_are_a_crossing_only_between_opposite_sides() -> None:
     flat = exact(dict.fromkeys((1, 2, 4, 8), 1.0))
     crossing = exact({1: 2.0, 2: 1.0, 4: 1.0, 8: 0.5})
-    assert crossovers([flat, crossing]) == [Crossover(0, 1, 2.0, (1, 8))]
+    assert crossovers([flat, crossing]) == [
+        Crossover(before=0, after=1, length=2.0, between=(1, 8))
+    ]
     assert crossovers([flat, exact({1: 2.0, 2: 1.0, 4: 2.0, 8: 2.0})]) == []
     assert crossovers([flat, exact({1: 1.0, 2: 1.0, 4: 2.0, 8: 2.0})]) == []
 
@@ -76,48 +78,53 @@ def test_curves_may_cross_twice_and_each_pair_is_compared() -> None:
     flat = exact(dict.fromkeys((1, 2, 4), 2.0))
     low = exact(dict.fromkeys((1, 2, 4), 1.5))
     found = crossovers([wave, flat, low])
-    assert [(c.from_, c.to) for c in found] == [(0, 1), (1, 0), (0, 2), (2, 0)]
+    assert [(c.before, c.after) for c in found] == [(0, 1), (1, 0), (0, 2), (2, 0)]
     assert [1 < c.length < 2 for c in found] == [True, False, True, False]
     assert [c.between for c in found] == [(1, 2), (2, 4), (1, 2), (2, 4)]
 
 
 def test_crossing_inside_the_range_of_the_repeats_is_ignored() -> None:
     """The medians cross at all four lengths, but the ranges overlap at three of them."""
-    one = {1: Times(1, 2, 3), 2: Times(1, 2, 3), 4: Times(1, 2, 3), 8: Times(1, 2, 3)}
+    one = {1: times(1, 2, 3), 2: times(1, 2, 3), 4: times(1, 2, 3), 8: times(1, 2, 3)}
     noise = {
-        1: Times(2, 2.1, 4),
-        2: Times(0.5, 1.9, 2.5),
-        4: Times(3, 3.1, 4),
-        8: Times(0, 0.5, 0.9),
+        1: times(2, 2.1, 4),
+        2: times(0.5, 1.9, 2.5),
+        4: times(3, 3.1, 4),
+        8: times(0, 0.5, 0.9),
     }
     assert crossovers([one, noise]) == []  # at 4 the slowest repeat is not below, but equal
 
 
 def test_crossing_is_between_the_nearest_lengths_without_overlap() -> None:
-    one = dict.fromkeys((1, 2, 4, 8, 16), Times(9, 10, 11))
+    one = dict.fromkeys((1, 2, 4, 8, 16), times(9, 10, 11))
     other = {
-        1: Times(19, 20, 21), 2: Times(10, 11, 12), 4: Times(9, 9.5, 12), 8: Times(10, 10.5, 11),
-        16: Times(4, 5, 6),
+        1: times(19, 20, 21), 2: times(10, 11, 12), 4: times(9, 9.5, 12), 8: times(10, 10.5, 11),
+        16: times(4, 5, 6),
     }  # fmt: skip
-    ((from_, to, length, between),) = crossovers([one, other])
-    assert (from_, to, between) == (0, 1, (1, 16))
-    assert 2 < length < 4  # the first crossing of the medians
+    (found,) = crossovers([one, other])
+    assert (found.before, found.after, found.between) == (0, 1, (1, 16))
+    assert 2 < found.length < 4  # the first crossing of the medians
 
 
 # ------------------------------------------------------------ runs
 
 
+def new_job(sweep: SweepRequest, curve: Curve, length: int) -> Job:
+    plan = sweep.plan(curve, length)
+    return Job(plan, sweep.draw(plan, length))
+
+
 def test_inputs_are_the_same_for_all_variants() -> None:
     fields = {"variants": ["softmax", "linear", "mean"], "lengths": [5, 7], **SMALL, "seed": 3}
     sweep, again = SweepRequest(fields, UNLIMITED), SweepRequest(fields, UNLIMITED)
-    jobs = [sweep.job(sweep.plan(c, 7), 7) for c in sweep.curves]
+    jobs = [new_job(sweep, c, 7) for c in sweep.curves]
     for job in jobs:
         for name, tensor in job.tensors.items():
             assert tensor.shape == (1, 2, 7, 8)
             assert bytes(tensor.data) == bytes(jobs[0].tensors[name].data)
-    twin = again.job(again.plan(again.curves[0], 7), 7)
+    twin = new_job(again, again.curves[0], 7)
     other = SweepRequest(fields | {"seed": 4}, UNLIMITED)
-    apart = other.job(other.plan(other.curves[0], 7), 7)
+    apart = new_job(other, other.curves[0], 7)
     for name, tensor in jobs[0].tensors.items():
         assert bytes(tensor.data) == bytes(twin.tensors[name].data)
         assert bytes(tensor.data) != bytes(apart.tensors[name].data)
@@ -129,7 +136,7 @@ def test_inputs_are_the_same_for_all_variants() -> None:
 def test_inputs_are_normal_in_every_dtype(dtype: str) -> None:
     fields = {"variants": ["softmax"], "lengths": [512], "dtype": dtype, "batch": 2}
     sweep = SweepRequest(fields, UNLIMITED)
-    query = sweep.job(sweep.plan(sweep.curves[0], 512), 512).tensors["query"].numpy()
+    query = new_job(sweep, sweep.curves[0], 512).tensors["query"].numpy()
     assert query.dtype == DTYPES[dtype]
     assert query.shape == (2, 8, 512, 64)
     assert abs(query.astype("f8").mean()) < 0.01
@@ -160,13 +167,15 @@ def test_every_cell_is_reported_in_order(server: Server) -> None:
     assert cells[1]["parameters"] == {"rank": 4}
     assert events[-1][1]["cells"] == 6
     curves = [
-        {c["length"]: Times(*(c[n] for n in Times._fields)) for c in cells if c["index"] == i}
+        {
+            c["length"]: times(c["least_ms"], c["median_ms"], c["most_ms"])
+            for c in cells
+            if c["index"] == i
+        }
         for i in (0, 1)
     ]
-    reported = events[-1][1]["crossovers"]
-    assert [(c["from"], c["to"], c["length"], tuple(c["between"])) for c in reported] == [
-        tuple(c) for c in crossovers(curves)
-    ]
+    reported = [Crossover.model_validate(c) for c in events[-1][1]["crossovers"]]
+    assert reported == crossovers(curves)
 
 
 def test_decoding_times_the_next_token_and_tells_what_is_kept(server: Server) -> None:
@@ -189,10 +198,10 @@ def test_decoding_times_the_next_token_and_tells_what_is_kept(server: Server) ->
 
 
 def test_decoding_from_a_cache_has_the_output_of_the_last_row() -> None:
-    """One query attends to all keys, the last of which it writes itself."""
+    """One query attends to all keys."""
     request = {"variants": ["softmax"], "lengths": [40], "mode": "decode", **SMALL}
     sweep = SweepRequest(request, UNLIMITED)
-    every, cached = (sweep.job(sweep.plan(curve, 40), 40) for curve in sweep.curves)
+    every, cached = (new_job(sweep, curve, 40) for curve in sweep.curves)
     query = np.ascontiguousarray(every.tensors["query"].numpy()[:, :, -1:])
     cached = Job(cached.plan, {**cached.tensors, "query": RawTensor.from_numpy(query)})
     outputs = []
@@ -220,7 +229,9 @@ def test_each_repeat_is_a_job_of_lowest_priority(
     server: Server, submitted_jobs: list[tuple[Job, int]]
 ) -> None:
     run_sweep(server, variants=["linear"], lengths=[8, 16], repeats=3)
-    assert [job.plan.task for job, _ in submitted_jobs] == ["peak", "time", "time", "time"] * 2
+    peaks = [job.plan.measurement.peak for job, _ in submitted_jobs]
+    assert peaks == [True, False, False, False] * 2
+    assert all(job.plan.measurement.alone for job, _ in submitted_jobs)
     assert {priority for _, priority in submitted_jobs} == {3}
 
 
@@ -281,7 +292,7 @@ def test_random_requests_are_rejected_or_have_cells(fields: dict[str, Any]) -> N
     for length in sweep.lengths:
         for curve in sweep.curves:
             try:
-                job = sweep.job(sweep.plan(curve, length), length)
+                job = new_job(sweep, curve, length)
             except PayloadTooLarge:
                 continue
             assert job.plan.inputs.nbytes <= 1 << 24

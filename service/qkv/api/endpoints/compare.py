@@ -1,9 +1,7 @@
 """POST /v1/compare: compares variants on the same inputs."""
 
 import asyncio
-import time
-from collections.abc import Generator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -11,6 +9,7 @@ from pydantic import ConfigDict, Field, create_model
 
 from qkv.api.bodies import BodyFormat, Deadline, Received, body_route
 from qkv.api.job_runner import JobRunner, cancel_on_disconnect
+from qkv.api.measurement_runner import HostThread, MeasurementRunner
 from qkv.api.models import (
     DocumentedLayer,
     Fields,
@@ -26,14 +25,12 @@ from qkv.api.run_timing import server_timing
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
 from qkv.errors import NotAcceptable, NotFound, QkvError
-from qkv.jobs.job import Job
-from qkv.jobs.measure.compare_report import CompareReport, TimedOutputs, compare
+from qkv.jobs.measure.compare import compare
 from qkv.jobs.measure.compare_request import CompareFields, CompareRequest
-from qkv.jobs.measure.variant_choice import MAX_VARIANTS
+from qkv.jobs.variant_choice import MAX_VARIANTS
 from qkv.settings import Settings
-from qkv.telemetry.times import Times
 from qkv.wire import json
-from qkv.wire.responses import CompareResponse, CompareTiming
+from qkv.wire.responses import CompareResponse
 from qkv.wire.tensor_types import Encoding, Tensor
 
 __all__ = ["CHOICE", "router", "specific_errors"]
@@ -47,6 +44,7 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
     body_format = BodyFormat(settings.max_body_bytes, "inputs", (json.MEDIA_TYPE,))
     routes = APIRouter(tags=["attention"], route_class=body_route(job_runner, body_format))
     every = list(catalogue.variants().values())
+    host = HostThread()
     body_type: Any = _body(every)
 
     @routes.post(
@@ -80,59 +78,18 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
         message = received.message
         tensors = (*message.tensors.values(), *message.layer.values())
         size = sum(tensor.nbytes for tensor in tensors if tensor.is_untyped)
-        comparison = await in_thread_if_large(
+        asked = await in_thread_if_large(
             size, lambda: CompareRequest(message, job_runner.limits, body)
         )
         received.release()
-        pending = _run_comparison(job_runner, comparison, wait_s)
-        report, times, runs, device = await cancel_on_disconnect(
-            request, asyncio.ensure_future(pending)
-        )
-        times.total_s = time.perf_counter() - received.received_at
+        runner = MeasurementRunner(job_runner, host, wait_s)
+        running = asyncio.ensure_future(compare(asked, runner, received.received_at))
+        response, times = await cancel_on_disconnect(request, running)
         record_times(times)
-        timing = CompareTiming(
-            queue_ms=times.queue_s * 1e3,
-            transfer_ms=times.transfer_s * 1e3,
-            compute_ms=times.compute_s * 1e3,
-            runs=runs,
-            device=device,
-            total_ms=times.total_s * 1e3,
-        )
-        response = CompareResponse(**report._asdict(), timing=timing)
-        content = await in_thread_if_large(comparison.head_bytes, response.to_json)
+        content = await in_thread_if_large(asked.head_bytes, response.to_json)
         return TensorResponse([content], json.MEDIA_TYPE, [server_timing(times)])
 
     return routes
-
-
-async def _run_comparison(
-    job_runner: JobRunner, comparison: CompareRequest, wait_s: float | None
-) -> tuple[CompareReport, Times, int, str]:
-    """Returns the report, the sums of the times of its jobs, their number, and the device."""
-    steps = compare(comparison)
-    # of the tensors and figures in a step between two jobs
-    size = comparison.baseline.plan.bytes_in + comparison.head_bytes
-    times, runs, device = Times(), 0, ""
-    measurement: TimedOutputs | None = None
-    while True:
-        job = await in_thread_if_large(size, partial(_step, steps, measurement))
-        if isinstance(job, CompareReport):
-            return job, times, runs, device
-        result = await job_runner.run_part(job, wait_s)
-        times.add(result.times)
-        runs, device = runs + 1, result.device
-        measurement = result.outputs, result.times.compute_s * 1e3, result.notes
-
-
-def _step(
-    steps: Generator[Job, TimedOutputs, CompareReport], measurement: TimedOutputs | None
-) -> Job | CompareReport:
-    """Returns the next job, or the report: a thread cannot raise StopIteration."""
-    try:
-        return next(steps) if measurement is None else steps.send(measurement)
-    except StopIteration as end:
-        report: CompareReport = end.value
-        return report
 
 
 def _body(every: Sequence[Variant]) -> Any:

@@ -1,6 +1,6 @@
 """POST /v1/sweep: times variants over lengths, as server-sent events."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import reduce
 from typing import Annotated, Any, Final, Literal
@@ -12,18 +12,17 @@ from qkv.api.bodies import BodyFormat, Deadline, body_route
 from qkv.api.endpoints.compare import CHOICE, specific_errors
 from qkv.api.event_stream import MEDIA_TYPE, Event, EventStreamResponse, error_event
 from qkv.api.job_runner import JobRunner
+from qkv.api.measurement_runner import HostThread, MeasurementRunner
 from qkv.api.models import choice_of, closed, pascal
 from qkv.api.openapi.operation import problem_responses
 from qkv.attention import catalogue
-from qkv.engine.admission import AdmittedBody
 from qkv.errors import UnsupportedMediaType, stopping
-from qkv.jobs.job import Job
+from qkv.jobs.measure.sweep import SweepEvent
+from qkv.jobs.measure.sweep import sweep as run_sweep
 from qkv.jobs.measure.sweep_request import SweepFields, SweepRequest, has_length
-from qkv.jobs.measure.sweep_run import SweepRun
-from qkv.jobs.measure.variant_choice import MAX_VARIANTS
+from qkv.jobs.variant_choice import MAX_VARIANTS
 from qkv.settings import Settings
 from qkv.telemetry.worker_state import SharedState
-from qkv.tensors import RawTensor
 from qkv.wire import json
 from qkv.wire.responses import Cell, Done, Progress, Stopped
 
@@ -40,46 +39,6 @@ class _Draining(Exception):
     """The service drains before the sweep has ended."""
 
 
-class LowPriorityRunner:
-    """A runner that gives the jobs of a sweep the lowest priority.
-
-    Args:
-        job_runner: runs the jobs.
-        wait_s: seconds that each job may be queued; None: no limit.
-        shared_state: has the drain flag.
-    """
-
-    def __init__(
-        self, job_runner: JobRunner, wait_s: float | None, shared_state: SharedState
-    ) -> None:
-        self._job_runner, self._wait_s, self._shared_state = job_runner, wait_s, shared_state
-
-    def reserve(self, size: int) -> AdmittedBody:
-        """Admits inputs that this process generates, like a body of that size.
-
-        Raises:
-            ServiceUnavailable: the limits are reached.
-            _Draining: the service drains.
-        """
-        self._check_draining()
-        return self._job_runner.admit_bytes(size)
-
-    async def measure(self, job: Job) -> tuple[Mapping[str, RawTensor], float]:
-        """Runs a job; returns its outputs and its compute time in milliseconds.
-
-        Raises:
-            QkvError: from the engine.
-            _Draining: the service drains.
-        """
-        self._check_draining()
-        job_result = await self._job_runner.run_part(job, self._wait_s, priority=_LOWEST_PRIORITY)
-        return job_result.outputs, job_result.times.compute_s * 1e3
-
-    def _check_draining(self) -> None:
-        if self._shared_state.is_draining:
-            raise _Draining
-
-
 def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState) -> APIRouter:
     """Returns the route."""
 
@@ -87,11 +46,16 @@ def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState)
         if shared_state.is_draining:  # before the first event, a client can send it again
             raise stopping()
 
+    def end_if_draining() -> None:
+        if shared_state.is_draining:
+            raise _Draining
+
     # JSON too, because the events contain it, and `curl --json` accepts nothing else
     accepted = (MEDIA_TYPE, json.MEDIA_TYPE)
     body_format = BodyFormat(settings.max_body_bytes, accepted=accepted, check=check_draining)
     routes = APIRouter(tags=["attention"], route_class=body_route(job_runner, body_format))
     body_type: Any = _body()
+    host = HostThread()
 
     @routes.post(
         "/v1/sweep",
@@ -109,16 +73,17 @@ def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState)
     )
     async def sweep(body: body_type, wait_s: Deadline) -> Response:
         sweep_request = SweepRequest(body, job_runner.limits)
-        return EventStreamResponse(
-            _events(SweepRun(sweep_request, LowPriorityRunner(job_runner, wait_s, shared_state)))
+        runner = MeasurementRunner(
+            job_runner, host, wait_s, priority=_LOWEST_PRIORITY, check=end_if_draining
         )
+        return EventStreamResponse(_until_draining(run_sweep(sweep_request, runner)))
 
     return routes
 
 
-async def _events(sweep_run: SweepRun) -> AsyncGenerator[Event, None]:
+async def _until_draining(events: AsyncGenerator[SweepEvent]) -> AsyncGenerator[Event]:
     """Yields the events of a sweep; an error event if the service drains first."""
-    async with aclosing(sweep_run.events()) as events:
+    async with aclosing(events):
         try:
             async for event in events:
                 yield event

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from qkv.engine.device.device import MemoryUsage, Stopwatch, Unloading, is_out_o
 from qkv.engine.device.layer_memory import LAYER_BYTES, LayerMemory
 
 __all__ = ["Accelerator"]
+
+_T = TypeVar("_T")
 
 
 class Accelerator:
@@ -103,16 +106,16 @@ class Accelerator:
         self.layer_memory.clear()
         torch.accelerator.empty_cache()
 
-    def measure_peak_bytes(self, work: Callable[[], object]) -> int:
-        """Returns the allocator's peak, without what was allocated before."""
+    def measure_peak_bytes(self, work: Callable[[], _T]) -> tuple[_T, int]:
+        """Returns the result, and the allocator's peak without what was allocated before."""
         torch.accelerator.synchronize(self.torch_device)
         torch.accelerator.reset_peak_memory_stats(self.torch_device)
         before = torch.accelerator.memory_allocated(self.torch_device)
         result = work()
         torch.accelerator.synchronize(self.torch_device)
         self.synchronizations += 2
-        del result
-        return int(torch.accelerator.max_memory_allocated(self.torch_device) - before)
+        peak = torch.accelerator.max_memory_allocated(self.torch_device)
+        return result, int(peak - before)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Returns True if the device's or the CPU's memory ran out."""

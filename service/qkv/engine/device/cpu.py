@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from qkv.engine.device.device import MemoryUsage, Stopwatch, Unloading, is_out_o
 from qkv.engine.device.layer_memory import LAYER_BYTES, LayerMemory
 
 __all__ = ["CpuDevice"]
+
+_T = TypeVar("_T")
 
 
 class _WallClock:
@@ -85,8 +88,8 @@ class CpuDevice:
     def release_memory(self) -> None:
         """Does nothing: torch keeps no memory of the CPU."""
 
-    def measure_peak_bytes(self, work: Callable[[], object]) -> int:
-        """Returns the peak of the sum of this thread's allocations and releases.
+    def measure_peak_bytes(self, work: Callable[[], _T]) -> tuple[_T, int]:
+        """Returns the result, and the peak of the sum of this thread's allocations and releases.
 
         Resident memory would include other threads, and memory that malloc retains. Memory that
         kernels allocate without torch is not counted, such as MKL's packed matrices.
@@ -97,12 +100,11 @@ class CpuDevice:
             result = work()
         finally:
             threads = _disable_profiler_legacy()
-        del result
         allocated = peak = 0
         for record in (r for thread in threads for r in thread if str(r.kind()) == "memory_alloc"):
             allocated += record.cpu_memory_usage()
             peak = max(peak, allocated)
-        return peak
+        return result, peak
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Returns True if memory ran out."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from qkv.engine.device.layer_memory import LayerMemory
 
 __all__ = ["Device", "MemoryUsage", "Stopwatch", "Unloading", "is_out_of_memory"]
+
+_T = TypeVar("_T")
 
 _OUT_OF_MEMORY: Final = ("can't allocate", "out of memory", "ALLOC_FAILED")
 
@@ -95,8 +97,9 @@ class Device(Protocol):
     def release_memory(self) -> None:
         """Gives memory that torch holds for later back to the device."""
 
-    def measure_peak_bytes(self, work: Callable[[], object]) -> int:
-        """Runs `work`, waits for it, and returns the peak of the bytes that torch allocated."""
+    def measure_peak_bytes(self, work: Callable[[], _T]) -> tuple[_T, int]:
+        """Runs `work` and waits for it; returns its result, and the peak of the bytes that torch
+        allocated."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Returns True if memory ran out."""

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _JOB_REQUEST: Final = struct.Struct("<QQQBdddBI")
-_RESULT: Final = struct.Struct("<QI5d")
+_RESULT: Final = struct.Struct("<QIQ5d")
 _ID: Final = struct.Struct("<Q")
 _TEXTS_SIZE: Final = struct.Struct("<H")
 
@@ -111,7 +111,7 @@ def pack_result(id: int, result: Result) -> bytes:
     """
     t = result.times
     seconds = t.load_s, t.compute_s, t.split_s, t.queue_s, t.total_s
-    return _RESULT.pack(id, result.batch_size, *seconds)
+    return _RESULT.pack(id, result.batch_size, result.peak_bytes, *seconds)
 
 
 def pack_results(backend: str, notes: Iterable[str], results: Iterable[bytes]) -> bytes:
@@ -137,7 +137,10 @@ def unpack_results(payload: bytes, device: str) -> list[tuple[int, Result]]:
     end = first + _TEXTS_SIZE.unpack_from(payload)[0]
     backend, *notes = orjson.loads(payload[first:end])
     results = []
-    for id, batch_size, *seconds in _RESULT.iter_unpack(payload[end:]):
-        result = Result({}, Times(*seconds), backend, batch_size, device=device, notes=tuple(notes))
+    for id, batch_size, peak_bytes, *seconds in _RESULT.iter_unpack(payload[end:]):
+        result = Result(
+            {}, Times(*seconds), backend, batch_size, device=device, notes=tuple(notes),
+            peak_bytes=peak_bytes,
+        )  # fmt: skip
         results.append((id, result))
     return results

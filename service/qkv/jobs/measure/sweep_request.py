@@ -1,10 +1,9 @@
-"""A validated request to time variants over lengths, and the crossovers of the measured curves."""
+"""A validated request to time variants over lengths: its curves, their plans and inputs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import pydantic
@@ -13,18 +12,21 @@ from qkv.attention.signature import STATE
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, PayloadTooLarge, pointer_to
 from qkv.jobs.fields import INTEGER, field_error
-from qkv.jobs.job import Job
-from qkv.jobs.measure.sweep_curve import Curve, Mode, curves_of
-from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
 from qkv.jobs.plan import Limits, Plan
+from qkv.jobs.variant_choice import MAX_VARIANTS, VariantChoice
 from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire.message import Message
 from qkv.wire.tensor_types import FloatingDtype
 
-__all__ = ["Crossover", "SweepFields", "SweepRequest", "Times", "crossovers", "has_length"]
+__all__ = ["Curve", "SweepFields", "SweepRequest", "has_length"]
 
 _NOTHING: Final = memoryview(b"")  # a plan depends on no numbers
 _AXES: Final = frozenset("BHGJVLSDE")  # the axes that a sweep knows sizes for
+
+_CACHED: Final = frozenset({"query", "key", "value"})
+
+Mode = Literal["whole", "decode"]
+Way = Literal["state", "cache", "recompute"]
 
 _Length = Annotated[int, pydantic.Field(ge=1, le=1 << 20), INTEGER]
 
@@ -85,6 +87,52 @@ class SweepFields(pydantic.BaseModel):
     ] = 0
 
 
+class Curve(NamedTuple):
+    """A variant, and how it computes the next token.
+
+    Attributes:
+        way: state: from the state behind the tokens before. cache: from their keys and values.
+            recompute: from all tokens. None: the sweep times whole calls.
+    """
+
+    choice: VariantChoice
+    way: Way | None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of a run: those of the choice, and those that the way needs."""
+        own = self.choice.parameters
+        if self.way == "cache":  # the only query is behind all keys
+            return {**own, "causal": False, "query_offset": "end"}
+        needed = self.choice.variant.state_needs if self.way == "state" else {"causal": True}
+        return own if self.way is None else {**own, **needed}
+
+
+def _curves_of(choice: VariantChoice, mode: Mode) -> list[Curve]:
+    """Returns the curves of a variant: for decoding its state, or both ways without one.
+
+    Raises:
+        InvalidContent: the variant cannot compute a token from those before it.
+    """
+    if mode == "whole":
+        return [Curve(choice, None)]
+    if choice.variant.state is not None:
+        return [Curve(choice, "state")]
+    if not _can_decode(choice.variant):
+        raise InvalidContent(
+            f"{choice.variant.name} cannot decode: got no state and no parameter causal, expected "
+            "a variant that computes a token from those before it",
+            pointer=choice.pointer,
+        )
+    return [Curve(choice, "recompute"), Curve(choice, "cache")]
+
+
+def _can_decode(variant: Variant) -> bool:
+    """Returns True if a variant without a state computes a token from keys and values."""
+    known = variant.parameters.model_fields
+    return variant.inputs.keys() >= _CACHED and {"causal", "query_offset"} <= known.keys()
+
+
 class SweepRequest:
     """A validated request to time variants over lengths.
 
@@ -117,7 +165,7 @@ class SweepRequest:
         ]
         for choice in choices:
             _check_axes(choice)
-        self.curves = [curve for choice in choices for curve in curves_of(choice, parsed.mode)]
+        self.curves = [curve for choice in choices for curve in _curves_of(choice, parsed.mode)]
         self.lengths, self.repeats = parsed.lengths, parsed.repeats
         self._fields, self._limits = parsed, limits
 
@@ -132,7 +180,7 @@ class SweepRequest:
         if curve.way == "recompute":
             return self._plan(curve, length + 1, length + 1, {})
         if curve.way == "cache":
-            return self._plan(curve, 1, length + 1, {}).measured("token")
+            return self._plan(curve, 1, length + 1, {})
         specs = self.plan_before(curve, length).output_specs
         return self._plan(curve, 1, 1, {n: x for n, x in specs.items() if n.startswith(STATE)})
 
@@ -158,18 +206,20 @@ class SweepRequest:
         outputs = ["output", *(["state"] if curve.way == "state" else [])]
         fields = {"parameters": curve.parameters, "outputs": outputs}
         message = Message(fields, {n: RawTensor(*spec, _NOTHING) for n, spec in specs.items()})
-        return Plan.from_message(name, message, self._limits).measured("time")
+        return Plan.from_message(name, message, self._limits).measured()
 
-    def job(self, plan: Plan, length: int, held: Mapping[str, RawTensor] | None = None) -> Job:
-        """Returns a run with random inputs beside the tensors of a state.
+    def draw(
+        self, plan: Plan, length: int, held: Mapping[str, RawTensor] | None = None
+    ) -> dict[str, RawTensor]:
+        """Returns random inputs of a plan, beside the tensors of a state.
 
         Every variant gets the same numbers.
         """
-        tensors = dict(held or {})
-        for name, shape in plan.inputs.sent_shapes.items():
-            if name not in tensors:
-                tensors[name] = self._random(name, shape, length)
-        return Job(plan, {name: tensors[name] for name in plan.inputs.sent_shapes})
+        held = held or {}
+        return {
+            name: held[name] if name in held else self._random(name, shape, length)
+            for name, shape in plan.inputs.sent_shapes.items()
+        }
 
     def _random(self, name: str, shape: Sequence[int], length: int) -> RawTensor:
         generator = np.random.default_rng([self._fields.seed, length, *name.encode()])
@@ -185,94 +235,6 @@ class SweepRequest:
             for spec in variant.inputs.values()
             if not spec.is_optional
         }
-
-
-class Times(NamedTuple):
-    """The compute times of a cell over its repeats, in milliseconds, above zero."""
-
-    least_ms: float
-    median_ms: float
-    most_ms: float
-
-
-class Crossover(NamedTuple):
-    """A pair of curves and the lengths between which the other one becomes the faster one.
-
-    Attributes:
-        from_, to: the index of the faster curve before and after.
-        length: the length at which the medians cross.
-        between: the two measured lengths.
-    """
-
-    from_: int
-    to: int
-    length: float
-    between: tuple[int, int]
-
-
-def crossovers(curves: Sequence[Mapping[int, Times]]) -> list[Crossover]:
-    """Returns the crossovers of each pair of curves.
-
-    A curve is faster at a length if its slowest repeat is below the fastest repeat of the other
-    one. A crossover has a faster curve on both sides, and not the same one; medians that cross
-    inside the range of the repeats are noise. Medians cross on straight lines between the measured
-    lengths, with both axes logarithmic.
-
-    Args:
-        curves: times by length. Two curves are compared at the lengths that both have.
-
-    Returns:
-        Crossovers in order of the curves, and then of length.
-    """
-    crossings = []
-    for j in range(len(curves)):
-        for i in range(j):
-            crossings += _crossovers_of_pair(i, j, curves[i], curves[j])
-    return crossings
-
-
-def _crossovers_of_pair(
-    i: int, j: int, one: Mapping[int, Times], other: Mapping[int, Times]
-) -> list[Crossover]:
-    crossings: list[Crossover] = []
-    lengths = sorted(one.keys() & other.keys())
-    before: tuple[int, int] | None = None  # the last index with a faster curve, and that curve
-    for place, length in enumerate(lengths):
-        if one[length].most_ms < other[length].least_ms:
-            faster, slower = i, j
-        elif other[length].most_ms < one[length].least_ms:
-            faster, slower = j, i
-        else:
-            continue
-        if before is not None and before[1] == slower:
-            section = lengths[before[0] : place + 1]
-            crossing = _median_crossing({n: one[n].median_ms / other[n].median_ms for n in section})
-            crossings.append(Crossover(slower, faster, crossing, (section[0], length)))
-        before = place, faster
-    return crossings
-
-
-def _median_crossing(ratios: Mapping[int, float]) -> float:
-    """Returns the first length at which a ratio of medians crosses 1.
-
-    If two medians are equal at a length, they cross there if the ratio is on opposite sides of 1
-    before and after it.
-
-    Args:
-        ratios: by length, in order; the first and the last are on opposite sides of 1.
-    """
-    last: tuple[float, float] | None = None  # logarithms of a length and of a ratio other than 1
-    equal: float | None = None  # the first length since then with the ratio 1
-    for length, ratio in ratios.items():
-        at, above = math.log(length), math.log(ratio)
-        if above == 0:
-            equal = at if equal is None else equal
-            continue
-        if last is not None and (last[1] > 0) != (above > 0):
-            share = last[1] / (last[1] - above)
-            return math.exp(last[0] + share * (at - last[0]) if equal is None else equal)
-        last, equal = (at, above), None
-    raise AssertionError
 
 
 def has_length(variant: Variant) -> bool:
