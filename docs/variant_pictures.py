@@ -11,12 +11,12 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
+from qkv import local
 from qkv.attention import catalogue
 from qkv.attention.signature import Input, fixed_size
 from qkv.attention.variant import Variant
 from qkv.client.figures.heat_maps import Labels, Panel, draw_panels
 from qkv.client.figures.scale import Scale
-from qkv.engine import local
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 

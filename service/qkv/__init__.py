@@ -81,7 +81,7 @@ def reference(variant: str, /, **inputs_and_parameters: Any) -> Run:
     from qkv.client.reference import build_reference
 
     try:
-        from qkv.engine.local import reference as compute
+        from qkv.local import reference as compute
     except ModuleNotFoundError as error:
         raise ImportError(
             f"qkv.reference runs in this process and needs qkv[server]: {error.name} is not "

@@ -11,11 +11,12 @@ import httpx
 import numpy as np
 import pytest
 
+from qkv import local
 from qkv.attention.catalogue import variants
 from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.client.client import Client
-from qkv.engine import local, weight_blocks
+from qkv.engine import weight_blocks
 from qkv.jobs import weight_forms
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Limits, Plan

@@ -8,7 +8,7 @@ from typing import Any, Final
 import httpx
 import numpy as np
 
-from qkv.engine import local
+from qkv import local
 from qkv.jobs.plan import Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message

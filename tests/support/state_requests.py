@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from qkv import local
 from qkv.attention import catalogue
-from qkv.engine import local
 from qkv.tensors import DTYPES, RawTensor
 from qkv.wire.message import Message
 

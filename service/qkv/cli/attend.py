@@ -162,9 +162,9 @@ def _run_file(
         override_object(message.fields, "parameters", parse_parameters(parameters))
         override_object(message.fields, "layer", layer)
         if local:
-            from qkv.engine import local as local_engine
+            from qkv import local as in_process
 
-            run = local_engine.attend if group == "outputs" else local_engine.gradients
+            run = in_process.attend if group == "outputs" else in_process.gradients
             response = run(variant, message)
         else:
             response = send(url, api_key, build_message(path, message, "inputs", group))

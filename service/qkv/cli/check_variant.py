@@ -22,7 +22,7 @@ def check_variant(file: Path) -> None:
     check fails.
     """
     with one_line_errors():
-        from qkv.engine.local import check_variant as run_checks
+        from qkv.local import check_variant as run_checks
 
         failures = count = 0
         for name, status, reason in run_checks(file):

@@ -98,7 +98,7 @@ def compare(
         )
         fields["rows"] = None if rows == "all" else _parse_rows(rows)
         if local:
-            from qkv.engine.local import compare as compare_locally
+            from qkv.local import compare as compare_locally
 
             comparison = Comparison.from_json(compare_locally(message))
         else:

@@ -95,7 +95,7 @@ def convert(
         tensor_files.check_target(target)
         message = read_weights(source, flags, local)
         if local:
-            from qkv.engine.local import convert_message
+            from qkv.local import convert_message
 
             response = convert_message(message)
         else:

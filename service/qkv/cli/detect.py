@@ -88,7 +88,7 @@ def detect(
         fields |= drop_unset(prefix=weights.fields.get("prefix"))
         message = Message(fields, weights.tensors, check=_read_check(check_file))
         if local:
-            from qkv.engine.local import detect as detect_locally
+            from qkv.local import detect as detect_locally
 
             candidates = [Detected.parse(candidate) for candidate in detect_locally(message)]
         else:

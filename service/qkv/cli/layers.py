@@ -55,7 +55,7 @@ def layers(source: Path | None, as_json: bool, url: str, api_key: str | None) ->
                 echo(_loaded_table(url, loaded).text(line_width()))
             return
         shapes = _shapes(source)
-        from qkv.engine.local import layers as find_layers
+        from qkv.local import layers as find_layers
 
         entries = find_layers(shapes)
         if not entries and not as_json:

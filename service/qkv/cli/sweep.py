@@ -124,7 +124,7 @@ def sweep(
 
 def _sweep_locally(chosen: Sequence[Any], lengths: list[int], options: Mapping[str, Any]) -> Sweep:
     """Runs a sweep without a service, from the events that a service would send."""
-    from qkv.engine.local import sweep as sweep_locally
+    from qkv.local import sweep as sweep_locally
 
     def events() -> Generator[ServerSentEvent]:
         body = json.load(build_sweep(chosen, lengths, options, {}).content)

@@ -25,7 +25,7 @@ def variants(name: str | None, url: str, api_key: str | None, local: bool) -> No
     """Lists the variants, or describes the variant NAME."""
     with one_line_errors():
         if local:
-            from qkv.engine.local import variants as list_locally
+            from qkv.local import variants as list_locally
 
             catalogue = list_locally()
         else:

@@ -77,7 +77,7 @@ def _find_prefix(checkpoint: Checkpoint, layout: object) -> str:
         InvalidContent: there are several layers, or none, or torch is missing.
     """
     try:
-        from qkv.engine.local import find_prefix
+        from qkv.local import find_prefix
     except ModuleNotFoundError:
         raise InvalidContent(
             "prefix is missing: torch is needed to find the layers of a large file. Set --prefix, "

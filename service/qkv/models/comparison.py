@@ -215,7 +215,7 @@ class _Comparer:
         choices = [variant.choice(piece.call, piece.part) for variant in every]
         message.fields["anchor"], *message.fields["variants"] = choices
         if self._client is None:
-            from qkv.engine.local import compare
+            from qkv.local import compare
 
             comparison = Comparison.from_json(compare(message))
         else:

@@ -168,7 +168,7 @@ def variant_run(
     """
     if client is not None:
         return client.attend(variant, outputs=outputs, weights=weights, **arguments)
-    from qkv.engine.local import attend
+    from qkv.local import attend
 
     fields = {"outputs": outputs, "weights": weights}
     message, from_raw = build_inputs_message(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from qkv import local
 from qkv.attention.variants import gated
-from qkv.engine import local
 from qkv.errors import InvalidContent
 from qkv.tensors import DTYPES, RawTensor
 from qkv.wire.message import Message

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from qkv.engine import local
+from qkv import local
 from qkv.errors import InvalidContent, PayloadTooLarge
 from qkv.jobs.measure import compare_request, differences
 from qkv.jobs.measure.compare_request import CompareRequest

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from qkv.engine import local
+from qkv import local
 from qkv.errors import QkvError
 from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.wire import json as wire_json

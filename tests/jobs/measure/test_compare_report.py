@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from qkv import local
 from qkv.attention import catalogue
-from qkv.engine import local
 from qkv.jobs.measure import compare_request, differences
 from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.jobs.measure.differences import row_metrics

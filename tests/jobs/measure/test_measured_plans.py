@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qkv.engine import local
+from qkv import local
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
 from qkv.jobs.job import Job
