@@ -165,8 +165,11 @@ def watch(watched: WatchedPage, host: str) -> None:
         if url.host != host:
             watched.complaints.append(f"request to another host: {request.url[:200]}")
 
+    def on_finished(request: Request) -> None:  # Playwright takes no method of a list
+        watched.finished.append(request)
+
     watched.page.on("console", on_console)
-    watched.page.on("requestfinished", watched.finished.append)
+    watched.page.on("requestfinished", on_finished)
     watched.page.on("pageerror", lambda error: watched.complaints.append(f"uncaught: {error}"))
     watched.page.on("request", on_request)
 
