@@ -25,7 +25,7 @@ from support.browser import end_browser
 from support.browser import open_page as open_page
 from support.examples import load_profile
 from support.javascript import modules as modules
-from support.processes import Process, running_command
+from support.processes import Process, killed_at_the_end, running_command
 from support.quick_tests import PARTS, part_of
 from support.ray_replicas import cluster as cluster
 from support.ray_replicas import end_ray
@@ -188,7 +188,8 @@ def shared_process(_clean_environment: None) -> Iterator[Callable[..., Process]]
             key = arguments, frozenset(environment.items())
             if key not in processes:
                 words = ("serve", "--port", "0", *arguments)
-                processes[key] = stack.enter_context(running_command(*words, **environment))
+                started = Process(words, environment, is_forked=False)
+                processes[key] = stack.enter_context(killed_at_the_end(started))
                 assert processes[key].url
             return processes[key]
 

@@ -23,7 +23,6 @@ from support.paths import ROOT
 from support.processes import Process
 
 MARK: Final = re.compile(r"^( *)#: ", re.MULTILINE)
-NAMES: Final = [str(path.relative_to(DEPLOY)) for path in OVERLAYS]
 CHECKPOINT: Final = "all-MiniLM-L6-v2"
 
 
@@ -62,7 +61,7 @@ def checkpoints(container: dict[str, Any]) -> dict[str, Path]:
     return Settings(checkpoints=values["QKV_CHECKPOINTS"]).checkpoint_paths
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("k8s")])
+@pytest.mark.parametrize("name", [n for n in OVERLAYS if n.startswith("k8s")])
 def test_deployment_mounts_the_claim_of_its_checkpoint(deploy: Path, name: str) -> None:
     resources = build(deploy / name)
     for version in VERSIONS:
@@ -77,7 +76,7 @@ def test_deployment_mounts_the_claim_of_its_checkpoint(deploy: Path, name: str) 
     assert volumes["models"]["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("kserve")])
+@pytest.mark.parametrize("name", [n for n in OVERLAYS if n.startswith("kserve")])
 def test_runtime_reads_what_kserve_mounts(deploy: Path, name: str) -> None:
     resources = build(deploy / name)
     for resource in resources:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -20,16 +18,15 @@ from qkv.server.supervisor import _BACKLOG_TIMEOUT_S, _EXIT_TIMEOUT_S
 from qkv.server.worker import DRAIN_ACCEPT_S, DRAIN_IDLE_S
 from qkv.settings import Settings
 from support.kubernetes_schemas import VERSIONS, check_type, through_sdk
-from support.kustomization import DEPLOY, OVERLAYS, Resource, build, load
+from support.kustomization import DEPLOY, OVERLAYS, Resource, built, load
 from support.paths import ROOT
 from support.processes import Process
 from support.service_processes import child_pids, open_files
 
 DOCKERFILE: Final = (ROOT / "Dockerfile").read_text()
 DEPLOYING: Final = (ROOT / "docs/deploying.md").read_text()
-BUILT: Final = {str(path.relative_to(DEPLOY)): build(path) for path in OVERLAYS}
 GIB: Final = 1 << 30
-each_overlay = pytest.mark.parametrize("overlay", BUILT)
+each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
 def find(resources: list[Resource], kind: str) -> Resource:
@@ -41,10 +38,10 @@ def find(resources: list[Resource], kind: str) -> Resource:
 def pod(overlay: str) -> dict[str, Any]:
     """Returns the pod's specification of an overlay; of KServe's, as far as both kinds state it."""
     if overlay.startswith("k8s"):
-        spec: dict[str, Any] = find(BUILT[overlay], "Deployment")["spec"]["template"]["spec"]
+        spec: dict[str, Any] = find(built(overlay), "Deployment")["spec"]["template"]["spec"]
         return spec
-    runtime = find(BUILT[overlay], "ClusterServingRuntime")["spec"]
-    predictor = find(BUILT[overlay], "InferenceService")["spec"]["predictor"]
+    runtime = find(built(overlay), "ClusterServingRuntime")["spec"]
+    predictor = find(built(overlay), "InferenceService")["spec"]["predictor"]
     return {**predictor, **runtime}
 
 
@@ -77,37 +74,23 @@ def memory(overlay: str) -> int:
 
 
 def test_overlays_of_each_device_and_for_small_clusters_and_an_ingress_exist() -> None:
-    assert sorted(BUILT) == [
+    assert OVERLAYS == [
         *(f"k8s/overlays/{name}" for name in ("cpu", "gpu", "ingress", "small")),
         *(f"kserve/overlays/{name}" for name in ("cpu", "gpu")),
     ]
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which contains kustomize")
-@each_overlay
-def test_kustomize_builds_the_same_resources(overlay: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(DEPLOY / overlay)], capture_output=True, text=True, check=True
-    )
-    (tmp_path / "built.yaml").write_text(done.stdout)
-
-    def in_order(resources: list[Resource]) -> list[Resource]:
-        return sorted(resources, key=lambda r: str(r["kind"]))
-
-    assert in_order(load(tmp_path / "built.yaml")) == in_order(BUILT[overlay])
-
-
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("overlay", [o for o in BUILT if o.startswith("k8s")])
+@pytest.mark.parametrize("overlay", [o for o in OVERLAYS if o.startswith("k8s")])
 def test_kubernetes_kinds_conform_to_the_strict_schemas(overlay: str, version: str) -> None:
-    for resource in BUILT[overlay]:
+    for resource in built(overlay):
         assert kubernetes_validate.validate(resource, version, strict=True) == version
 
 
-@pytest.mark.parametrize("overlay", [o for o in BUILT if o.startswith("kserve")])
+@pytest.mark.parametrize("overlay", [o for o in OVERLAYS if o.startswith("kserve")])
 def test_kserve_kinds_survive_a_round_trip_through_the_sdk(overlay: str) -> None:
-    assert {r["kind"] for r in BUILT[overlay]} == {"ClusterServingRuntime", "InferenceService"}
-    for resource in BUILT[overlay]:
+    assert {r["kind"] for r in built(overlay)} == {"ClusterServingRuntime", "InferenceService"}
+    for resource in built(overlay):
         assert through_sdk(resource) == resource
 
 
@@ -132,7 +115,7 @@ def test_kserve_kinds_survive_a_round_trip_through_the_sdk(overlay: str) -> None
 def test_round_trip_finds_wrong_fields_of_kserve(
     kind: str, path: tuple[Any, ...], value: Any
 ) -> None:
-    wrong = node = copy.deepcopy(find(BUILT["kserve/overlays/cpu"], kind))
+    wrong = node = copy.deepcopy(find(built("kserve/overlays/cpu"), kind))
     for part in path[:-1]:
         node = node[part]
     node[path[-1]] = value
@@ -163,7 +146,7 @@ def test_pod_monitor_has_fields_of_the_operator_and_finds_the_pods() -> None:
     assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
     assert monitor["spec"].keys() == {"selector", "podMetricsEndpoints"}
     overlay = "k8s/overlays/cpu"
-    labels = find(BUILT[overlay], "Deployment")["spec"]["template"]["metadata"]["labels"]
+    labels = find(built(overlay), "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert monitor["spec"]["selector"] == {"matchLabels": labels}
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint == {"port": "metrics", "path": "/metrics", "interval": "15s"}
@@ -205,18 +188,18 @@ def test_ports_are_those_of_the_command(overlay: str) -> None:
     metrics_port = environment(overlay)["QKV_METRICS_PORT"]
     if overlay.startswith("kserve"):
         assert (only["name"], port["containerPort"]) == ("kserve-container", 8080)
-        annotations = find(BUILT[overlay], "ClusterServingRuntime")["spec"]["annotations"]
+        annotations = find(built(overlay), "ClusterServingRuntime")["spec"]["annotations"]
         assert annotations["prometheus.kserve.io/port"] == metrics_port
         assert others == []  # KServe's Service would have each port
     else:
-        annotations = find(BUILT[overlay], "Deployment")["spec"]["template"]["metadata"][
+        annotations = find(built(overlay), "Deployment")["spec"]["template"]["metadata"][
             "annotations"
         ]
         assert annotations["prometheus.io/port"] == metrics_port
         assert others == [{"name": "metrics", "containerPort": int(metrics_port)}]
-        allowed = find(BUILT[overlay], "NetworkPolicy")["spec"]["ingress"][0]["ports"]
+        allowed = find(built(overlay), "NetworkPolicy")["spec"]["ingress"][0]["ports"]
         assert allowed == [{"port": port["name"]}, {"port": "metrics"}]
-        (service_port,) = find(BUILT[overlay], "Service")["spec"]["ports"]
+        (service_port,) = find(built(overlay), "Service")["spec"]["ports"]
         assert service_port["targetPort"] == port["name"]
 
 
@@ -281,7 +264,7 @@ def test_workers_and_queues_fit_the_limits(overlay: str) -> None:
 
 @each_overlay
 def test_resources_find_each_other(overlay: str) -> None:
-    resources = BUILT[overlay]
+    resources = built(overlay)
     if overlay.startswith("kserve"):
         model = find(resources, "InferenceService")["spec"]["predictor"]["model"]
         runtime = find(resources, "ClusterServingRuntime")["spec"]
@@ -302,14 +285,14 @@ def test_small_overlay_fits_a_node_of_one_cpu_and_2_gib() -> None:
     """No autoscaler either: kind and minikube have no metrics for it."""
     overlay = "k8s/overlays/small"
     assert container(overlay)["resources"]["limits"] == {"cpu": "1", "memory": "2Gi"}
-    assert "HorizontalPodAutoscaler" not in {r["kind"] for r in BUILT[overlay]}
-    rollout = find(BUILT[overlay], "Deployment")["spec"]["strategy"]["rollingUpdate"]
+    assert "HorizontalPodAutoscaler" not in {r["kind"] for r in built(overlay)}
+    rollout = find(built(overlay), "Deployment")["spec"]["strategy"]["rollingUpdate"]
     assert rollout == {"maxSurge": 0, "maxUnavailable": 1}
 
 
 def test_ingress_has_the_limits_of_the_service_and_tls() -> None:
     overlay = "k8s/overlays/ingress"
-    ingress, service = (find(BUILT[overlay], kind) for kind in ("Ingress", "Service"))
+    ingress, service = (find(built(overlay), kind) for kind in ("Ingress", "Service"))
     (rule,), (tls,) = ingress["spec"]["rules"], ingress["spec"]["tls"]
     assert tls["hosts"] == [rule["host"]]
     assert f"kubectl create secret tls {tls['secretName']} " in DEPLOYING
@@ -330,8 +313,8 @@ def test_ingress_has_the_limits_of_the_service_and_tls() -> None:
     assert int(options["proxy-send-timeout"]) > Settings.model_fields["read_timeout_s"].default
     assert {options["proxy-buffering"], options["proxy-request-buffering"]} == {"off"}
     assert options["ssl-redirect"] == "true"
-    cpu = {r["kind"]: r for r in BUILT["k8s/overlays/cpu"]}
-    assert {r["kind"]: r for r in BUILT[overlay] if r is not ingress} == cpu
+    cpu = {r["kind"]: r for r in built("k8s/overlays/cpu")}
+    assert {r["kind"]: r for r in built(overlay) if r is not ingress} == cpu
 
 
 def test_scaling_reads_metrics_of_the_queue_that_exist(url: str) -> None:
@@ -344,7 +327,7 @@ def test_scaling_reads_metrics_of_the_queue_that_exist(url: str) -> None:
 
 
 def test_commands_of_the_page_name_every_overlay() -> None:
-    assert set(re.findall(r"kubectl apply -k deploy/(\S+)", DEPLOYING)) == set(BUILT)
+    assert set(re.findall(r"kubectl apply -k deploy/(\S+)", DEPLOYING)) == set(OVERLAYS)
 
 
 @pytest.mark.slow

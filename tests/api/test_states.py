@@ -277,7 +277,7 @@ def test_a_compact_state_of_a_client_stays_compact(server: Server) -> None:
         alone = {"state.sums": run.state["state.sums"]}
         again = client.attend("gated", **first, **PARAMETERS, state=alone, outputs=named)
         with_version = client.attend("gated", **first, **PARAMETERS, state=run.state, outputs=named)
-    np.testing.assert_allclose(np.concatenate(outputs, 2), expected["output"], atol=1e-12)
+    np.testing.assert_allclose(np.concatenate(outputs, 2), expected["output"], rtol=0, atol=1e-12)
     assert again.output.tobytes() == with_version.output.tobytes()
 
 

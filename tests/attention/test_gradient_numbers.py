@@ -127,7 +127,7 @@ def test_lengths_above_one_block(name: str, length: int, causal: bool) -> None:
 MEASURED: Final = """
 from qkv.attention import catalogue
 module, L = catalogue.find(sys.argv[1]).module, int(sys.argv[2])
-query, key, value, grad = (torch.randn(1, 8, n, 64) for n in (L, 65536, 65536, L))
+query, key, value, grad = (torch.randn(1, 2, n, 64) for n in (L, 65536, 65536, L))
 with torch.inference_mode():
     call = module.Call(query, key, value, causal=True, query_offset="end")
     result = module.backward(call, grad)
@@ -139,8 +139,9 @@ say()
 @needs_proc
 @pytest.mark.slow
 @each(("name", "L"), [("linear", 65536), ("taylor", 65536), ("softmax", 512)])
-def test_65536_tokens_take_less_than_4_gib(name: str, L: int) -> None:
-    assert peaks(MEASURED, name, L)[-1].whole < 4 << 30
+def test_65536_tokens_of_8_heads_take_less_than_4_gib(name: str, L: int) -> None:
+    """Two heads have a quarter of it; torch takes less than 256 MiB."""
+    assert peaks(MEASURED, name, L)[-1].above < (4 << 30) // 4 - (256 << 20) // 4
 
 
 def test_item_of_a_batch_has_the_gradients_that_it_has_alone() -> None:

@@ -108,7 +108,7 @@ def test_memory_may_run_out_at_any_allocation_of_a_batch() -> None:
             assert isinstance(result, Result)
             assert result.batch_size == (3 if not has_failed else result.batch_size)
             for name, raw in result.outputs.items():
-                np.testing.assert_allclose(raw.numpy(), outputs[name].numpy(), atol=1e-5)
+                np.testing.assert_allclose(raw.numpy(), outputs[name].numpy(), rtol=0, atol=1e-5)
         del results, result, engine
         assert live_tensors() == 0
         allocations += 1

@@ -12,7 +12,7 @@ import pytest
 
 from support.checked_forks import FORK_LOG, LOOK_FIRST, NOT_INITIALIZED, Fork, read_forks
 from support.paths import ROOT
-from support.processes import Process, running_command, wait_until
+from support.processes import Process, killed_at_the_end, wait_until
 from support.service_processes import child_pids, device_process_pid, status_of
 
 pytestmark = pytest.mark.process
@@ -35,7 +35,14 @@ def serve_checked(tmp_path: Path) -> Iterator[Serve]:
         def start(*arguments: str, **environment: str) -> tuple[Process, Callable[[], list[Fork]]]:
             words = ("serve", "--port", "0", *arguments)
             service = stack.enter_context(
-                running_command(*words, module="support.checked_forks", **common | environment)
+                killed_at_the_end(
+                    Process(
+                        words,
+                        common | environment,
+                        module="support.checked_forks",
+                        is_forked=False,  # what a process has imported is checked
+                    )
+                )
             )
             assert service.url
             return service, lambda: read_forks(log, service.popen.pid)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page
+    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request
 
 CHROMIUM_FLAGS: Final = (
     "--no-sandbox",  # CI runs as root in a container
@@ -42,7 +42,7 @@ class WatchedPage:
         expected: patterns of complaints that the test expects.
         requests: the paths of all requests, in order.
         bodies: the JSON of each POST, with its path; {} for a body in safetensors.
-        received: bytes of the response bodies, by the number of the request.
+        finished: the requests that have ended.
     """
 
     page: Page
@@ -50,7 +50,7 @@ class WatchedPage:
     expected: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    received: dict[int, int] = field(default_factory=dict)
+    finished: list[Request] = field(default_factory=list)
 
     def expect_status(self, status: int) -> None:
         """Allows responses with this error status, which Chromium writes to the console."""
@@ -59,6 +59,11 @@ class WatchedPage:
     def posted(self, path: str) -> list[dict[str, Any]]:
         """Returns the bodies of the POST requests to a path, in order."""
         return [body for posted, body in self.bodies if posted == path]
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the response bodies of the requests that have ended; the browser knows them."""
+        return sum(request.sizes()["responseBodySize"] for request in self.finished)
 
     def unexpected(self) -> list[str]:
         """Returns the complaints that the test does not expect."""
@@ -160,8 +165,8 @@ def watch(watched: WatchedPage, host: str) -> None:
         if url.host != host:
             watched.complaints.append(f"request to another host: {request.url[:200]}")
 
-    def on_finished(request: Any) -> None:
-        watched.received[len(watched.received)] = request.sizes()["responseBodySize"]
+    def on_finished(request: Request) -> None:  # Playwright takes no method of a list
+        watched.finished.append(request)
 
     watched.page.on("console", on_console)
     watched.page.on("requestfinished", on_finished)

@@ -105,7 +105,8 @@ class Service:
 
         Before, it runs others: an import another program, and a search for devices a fork.
         """
-        status = Path(f"/proc/{self.process.popen.pid}/status").read_text()
+        supervisor = Path(f"/proc/{self.process.popen.pid}")
+        status = (supervisor / "status").read_text()
         handled = int(status.partition("SigCgt:")[2].split()[0], 16)
         if not handled >> (signal.SIGTERM - 1) & 1:
             return False
@@ -113,7 +114,7 @@ class Service:
             names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.pids]
         except (FileNotFoundError, ProcessLookupError):  # one of those ended at this moment
             return False
-        return len(names) == self.topology.count and all(b"serve" in name for name in names)
+        return names == [(supervisor / "cmdline").read_bytes()] * self.topology.count
 
     @property
     def devices(self) -> list[int]:

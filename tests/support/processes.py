@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from support.forked_commands import ForkedCommand
+
+_TRACED: Final = "COVERAGE_PROCESS_START"  # `make mutants` knows the tests of a new process only
+
 TIMEOUT_S: Final = 60.0
 """Seconds that a test waits for an event before it fails; never a limit of speed."""
 
@@ -25,6 +29,7 @@ class Process:
         environment: variables in addition to those of this process.
         stdout: file for its standard output; None: discarded.
         module: Python module to run.
+        is_forked: start it as a fork of a process that has imported the package, which is quicker.
 
     Attributes:
         popen: the process.
@@ -37,16 +42,17 @@ class Process:
         environment: dict[str, str],
         stdout: Any = None,
         module: str = "qkv",
+        is_forked: bool = True,
     ) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            env=os.environ | {"QKV_DEVICE": "cpu", "QKV_THREADS": "1"} | environment,
-            stdout=subprocess.DEVNULL if stdout is None else stdout,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        variables = os.environ | {"QKV_DEVICE": "cpu", "QKV_THREADS": "1"} | environment
+        start = ForkedCommand if is_forked and _TRACED not in variables else _start_new
+        reader, writer = os.pipe()
+        with open(writer, "wb"), open(os.devnull, "wb") as discarded:
+            output = discarded if stdout is None else stdout
+            out = output if isinstance(output, int) else output.fileno()
+            self.popen = start(module, arguments, variables, out, writer)
         self.lines: list[str] = []
-        self._listener = threading.Thread(target=self._listen)
+        self._listener = threading.Thread(target=self._listen, args=(reader,))
         self._listener.start()
 
     @property
@@ -73,11 +79,18 @@ class Process:
         self._listener.join(TIMEOUT_S)
         return status
 
-    def _listen(self) -> None:
-        assert self.popen.stderr is not None
-        with self.popen.stderr as stderr:
+    def _listen(self, reader: int) -> None:
+        with open(reader) as stderr:
             for line in stderr:
                 self.lines.append(line.rstrip("\n"))
+
+
+def _start_new(
+    module: str, arguments: tuple[str, ...], environment: dict[str, str], stdout: int, stderr: int
+) -> subprocess.Popen[bytes]:
+    """Starts a command as a user does, without what this process has imported."""
+    words = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(words, env=environment, stdout=stdout, stderr=stderr)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -100,12 +113,18 @@ def wait_until_asleep(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def running_command(*arguments: str, module: str = "qkv", **environment: str) -> Iterator[Process]:
-    """Runs `qkv` with arguments and environment variables; kills it at the end."""
-    process = Process(arguments, environment, module=module)
+def killed_at_the_end(process: Process) -> Iterator[Process]:
+    """Kills a command at the end of a block, if it still runs."""
     try:
         yield process
     finally:
         if process.popen.poll() is None:
             process.popen.kill()
         process.wait()
+
+
+def running_command(
+    *arguments: str, module: str = "qkv", **environment: str
+) -> contextlib.AbstractContextManager[Process]:
+    """Runs `qkv` with arguments and environment variables; kills it at the end."""
+    return killed_at_the_end(Process(arguments, environment, module=module))

@@ -150,11 +150,14 @@ def run(test: Callable[[Service], Awaitable[None]], *sizes: int, **options: Any)
     asyncio.run(whole())
 
 
-def plain(seed: int, length: int = 4, **fields: Any) -> Job:
-    """Returns a job of one batch item; its batch key depends on its length."""
+def plain(seed: int, length: int = 4, width: int = 8, **fields: Any) -> Job:
+    """Returns a job of one batch item; its batch key depends on its length and width.
+
+    Work grows with the square of the length, memory with the width too.
+    """
     draw = np.random.default_rng(seed)
     tensors = {
-        name: RawTensor.from_numpy(draw.normal(size=(1, 2, length, 8)).astype(np.float32))
+        name: RawTensor.from_numpy(draw.normal(size=(1, 2, length, width)).astype(np.float32))
         for name in ("query", "key", "value")
     }
     return Job.new(Plan, "softmax", Message({"outputs": ["output"]} | fields, tensors), LIMITS)

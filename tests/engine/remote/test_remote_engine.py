@@ -242,26 +242,26 @@ def test_restarted_worker_waits_for_running_jobs_of_the_previous_one() -> None:
     run(test)
 
 
-@pytest.mark.slow
 def test_full_region_raises_503_until_blocks_are_released() -> None:
     async def test(fixture: Service) -> None:
         futures: list[Any] = []
         with fixture.engine.paused():
             futures += [
-                fixture.remotes[0].submit(plain(0, 4096)) for _ in range(9)
+                fixture.remotes[0].submit(plain(0, width=8192)) for _ in range(9)
             ]  # of 1 MiB, in and out
             with pytest.raises(ServiceUnavailable, match="memory"):
-                fixture.remotes[0].submit(plain(0, 4096))
-            futures.append(fixture.remotes[1].submit(plain(0, 4096)))  # worker 1 has another region
+                fixture.remotes[0].submit(plain(0, width=8192))
+            # worker 1 has another region
+            futures.append(fixture.remotes[1].submit(plain(0, width=8192)))
             assert not futures[-1].done()
         responses = await asyncio.gather(*futures)
         assert len({str(bits(response)) for response in responses}) == 1
         futures.clear()
         with pytest.raises(ServiceUnavailable):  # a result takes memory until it is sent
-            fixture.remotes[0].submit(plain(0, 20000))
+            fixture.remotes[0].submit(plain(0, width=40000))
         responses.clear()
         await fixture.wait_until_free(fixture.remotes[0])
-        await fixture.remotes[0].submit(plain(0, 20000))
+        await fixture.remotes[0].submit(plain(0, width=40000))
         await fixture.wait_until_free(fixture.remotes[0])
 
     run(test, 2, 8 << 20)
@@ -324,12 +324,11 @@ def test_device_process_records_statistics() -> None:
     run(test)
 
 
-@pytest.mark.slow
 def test_pending_jobs_fail_when_the_device_process_ends() -> None:
     async def test(fixture: Service) -> None:
         remote = fixture.remotes[0]
         with fixture.engine.paused():
-            small, large = remote.submit(plain(0)), remote.submit(plain(0, 20000))
+            small, large = remote.submit(plain(0)), remote.submit(plain(0, width=40000))
             await until(lambda: queued_count(fixture.engine) == 2)
             end_connection(remote)
             for future in (small, large):

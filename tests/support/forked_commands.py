@@ -1,0 +1,103 @@
+"""Starts commands as forks of a process that has imported the package.
+
+Until a service is ready, the process of `python -m qkv serve` takes 2.7 seconds of a processor,
+most of them for imports, and such a fork 0.3. The server is that of Python's `multiprocessing`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from typing import Final
+
+__all__ = ["ForkedCommand"]
+
+_SERVER: Final = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["qkv.cli.main", "qkv.server.startup", "qkv.server.worker"])
+
+
+class ForkedCommand:
+    """A command, with those methods of `subprocess.Popen` that tests use.
+
+    Args:
+        module: Python module to run.
+        arguments: of the command.
+        environment: all its variables.
+        stdout: file descriptor of its standard output.
+        stderr: file descriptor of its standard error.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        arguments: tuple[str, ...],
+        environment: dict[str, str],
+        stdout: int,
+        stderr: int,
+    ) -> None:
+        # what else a process inherits from the one that starts it
+        is_hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        inherited = os.getcwd(), resource.getrlimit(resource.RLIMIT_NOFILE), is_hangup_ignored
+        streams = [Connection(os.dup(fd), readable=False) for fd in (stdout, stderr)]
+        self._process = _SERVER.Process(
+            target=_run, args=(module, arguments, environment, streams, *inherited), daemon=True
+        )
+        self._process.start()
+        assert self._process.pid
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        """Returns the exit status; None while the command runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: the command still runs.
+        """
+        self._process.join(timeout)
+        if (status := self.poll()) is None:
+            raise subprocess.TimeoutExpired("qkv", timeout or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the command unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(
+    module: str,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    streams: list[Connection],
+    folder: str,
+    open_files: tuple[int, int],
+    is_hangup_ignored: bool,
+) -> None:
+    """Runs the command in the fork, which ends with it."""
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    os.chdir(folder)
+    resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if is_hangup_ignored else signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
