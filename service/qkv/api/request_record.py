@@ -59,25 +59,27 @@ class RequestRecord:
         is_ended: the metrics and the log have it.
     """
 
+    tenant = ANYONE
+    id: bytes | None = None
+    status = sent_bytes = 0
+    error_name: str | None = None
+    times: Times | None = None
+    variant: str | None = None
+    layer: str | None = None
+    is_ended = False
+
     def __init__(self, headers: Sequence[Header]) -> None:
+        self.received_at = time.perf_counter()
         self.headers: Mapping[bytes, bytes] = dict(headers)
         if len(self.headers) < len(headers):
             self.headers = _join_values(headers)
-        self.tenant = ANYONE
-        self.id: bytes | None = None
-        self.received_at = time.perf_counter()
-        self.status = self.sent_bytes = 0
-        self.error_name: str | None = None
-        self.times: Times | None = None
-        self.variant: str | None = None
-        self.layer: str | None = None
-        self.is_ended = False
 
 
 def record_of(scope: Scope) -> RequestRecord:
     """Returns the record of a request."""
-    record: RequestRecord | None = scope.get(_KEY)
-    if record is None:
+    try:
+        record: RequestRecord = scope[_KEY]
+    except KeyError:
         record = scope[_KEY] = RequestRecord(scope["headers"])
     return record
 

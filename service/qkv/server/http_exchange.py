@@ -73,6 +73,15 @@ class Exchange:
         response_started, response_complete: states of the response.
     """
 
+    _news: asyncio.Event | None = None  # while the application waits
+    _error: QkvError | None = None
+    _is_received = _is_read = _is_over = False
+    _head: bytes | None = None  # of the response, not written yet
+    _is_streamed = _is_chunked = False  # a response of unknown length
+    _missing_bytes = 0  # of the body of the response
+    unread_bytes = 0
+    response_started = response_complete = False
+
     def __init__(
         self,
         connection: _Connection,
@@ -83,14 +92,6 @@ class Exchange:
         self._connection, self._scope, self.keep_alive = connection, scope, keep_alive
         self._expects_continue = expects_continue
         self._chunks: list[bytes] = []
-        self.unread_bytes = 0
-        self._error: QkvError | None = None
-        self._is_received = self._is_read = self._is_over = False
-        self._news: asyncio.Event | None = None  # while the application waits
-        self.response_started = self.response_complete = False
-        self._head: bytes | None = None  # not written yet
-        self._is_streamed = self._is_chunked = False  # a response of unknown length
-        self._missing_bytes = 0  # of the body of the response
 
     # the request
 
@@ -98,7 +99,8 @@ class Exchange:
         """Adds a received part of the body."""
         self._chunks.append(chunk)
         self.unread_bytes += len(chunk)
-        self._wake()
+        if self._news is not None:
+            self._news.set()
 
     def complete_body(self) -> None:
         """Ends the body."""
