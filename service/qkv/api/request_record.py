@@ -27,7 +27,6 @@ __all__ = [
     "headers_of",
     "record_error",
     "record_of",
-    "record_times",
     "request_id",
 ]
 
@@ -74,6 +73,19 @@ class RequestRecord:
         if len(self.headers) < len(headers):
             self.headers = _join_values(headers)
 
+    def add_run(self, times: Times, plan: Plan | None = None) -> None:
+        """Records the times of a run, for the metrics, the log and the span.
+
+        It must not refer to outputs: tasks and timers that the request starts keep its context.
+
+        Args:
+            times: of the run.
+            plan: of the run; None: the request is a comparison, with several runs.
+        """
+        self.times = times
+        if plan is not None:
+            self.variant, self.layer = plan.variant.name, plan.layer_name
+
 
 def record_of(scope: Scope) -> RequestRecord:
     """Returns the record of a request."""
@@ -103,21 +115,6 @@ def has_responded() -> bool:
     """Returns True if the response to the current request has begun."""
     request = current.get()
     return request is not None and request.status != 0
-
-
-def record_times(times: Times, plan: Plan | None = None) -> None:
-    """Records the times of the run of the current request, for the metrics, the log and the span.
-
-    A request must not refer to outputs: tasks and timers that it starts keep its context.
-
-    Args:
-        times: of the run.
-        plan: of the run; None: the request is a comparison, with several runs.
-    """
-    if (request := current.get()) is not None:
-        request.times = times
-        if plan is not None:
-            request.variant, request.layer = plan.variant.name, plan.layer_name
 
 
 def current_tenant() -> Tenant:

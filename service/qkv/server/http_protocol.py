@@ -276,11 +276,11 @@ class HttpProtocol(asyncio.BufferedProtocol):
             return
         scope = head.scope(parser.get_method().decode("ascii"), version)
         keep_alive = version == "1.1" and parser.should_keep_alive() and not self._is_ending
-        expects = version == "1.1" and by_name.get(b"expect", b"").lower() == b"100-continue"
+        expects = b"expect" in by_name and by_name[b"expect"].lower() == b"100-continue"
         self._reading, self._ignored_bytes = _BODY, 0
         self._declared_bytes = int(by_name.get(b"content-length", 0))
         self._head = RequestHead()  # of the trailers
-        self._add(scope, keep_alive, expects)
+        self._add(scope, keep_alive, expects and version == "1.1")
 
     def on_body(self, body: bytes) -> None:
         """Adds a part of a body."""
@@ -298,7 +298,8 @@ class HttpProtocol(asyncio.BufferedProtocol):
         """Ends a request."""
         if not self._is_upgrade:
             assert self._last is not None
-            self._check_bounds()  # of the trailers
+            if self._head.headers:  # the trailers
+                self._check_bounds()
             self._reading = _NOTHING
             self._last.complete_body()
 

@@ -21,7 +21,7 @@ from qkv.api.models import (
 )
 from qkv.api.openapi.operation import SERVER_TIMING, in_safetensors, problem_responses
 from qkv.api.request_body import TensorResponse, in_thread_if_large
-from qkv.api.request_record import record_times
+from qkv.api.request_record import record_of
 from qkv.api.run_timing import server_timing
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
@@ -89,7 +89,7 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
             request, asyncio.ensure_future(pending)
         )
         times.total_s = time.perf_counter() - received.received_at
-        record_times(times)
+        record_of(request.scope).add_run(times)
         timing = CompareTiming(
             queue_ms=times.queue_s * 1e3,
             transfer_ms=times.transfer_s * 1e3,
