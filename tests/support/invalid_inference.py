@@ -157,11 +157,11 @@ OF_FIELDS: Final[Rows] = [
     (changed(parameters={"shared_memory_region": "a"}), "is in shared memory"),
     (changed(parameters={"size": 96}), "unknown parameter: got 'size'"),
     ({"outputs": "output"}, "outputs is invalid: got"),
-    ({"outputs": [{"name": 5}]}, "outputs.0 is invalid: got 5"),
+    ({"outputs": [{"name": 5}]}, "outputs.0.name is invalid: got 5"),
     ({"outputs": [{}]}, "outputs.0.name is missing"),
     ({"outputs": [{"parameters": {}}]}, "outputs.0.name is missing"),
     ({"outputs": [{"name": "output", "data": 1}]}, "unknown field 'data' of outputs.0"),
-    ({"outputs": [{"name": "output", "parameters": {"binary_data": 1}}]}, "true or false"),
+    ({"outputs": [{"name": "output", "parameters": {"binary_data": 1}}]}, "a valid boolean"),
     ({"parameters": []}, "parameters is invalid: got"),
 ]
 OF_VALUES: Final[Rows] = [  # which no schema covers

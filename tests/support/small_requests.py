@@ -79,7 +79,8 @@ def post_as_one_batch(server: Server, path: str, documents: Sequence[Any]) -> li
     Batches may be as large as on a GPU.
     """
     # a shared server has one limit, and a server for each call would take a second
-    server.engine._max_batch, before = GPU_MAX_BATCH, server.engine._max_batch
+    thread = server.engine._thread
+    thread.max_batch, before = GPU_MAX_BATCH, thread.max_batch
     try:
         with ThreadPoolExecutor(len(documents)) as pool:
             with server.hold():
@@ -87,4 +88,4 @@ def post_as_one_batch(server: Server, path: str, documents: Sequence[Any]) -> li
                 server.wait_until_queued(len(documents))
             return [future.result().json() for future in futures]
     finally:
-        server.engine._max_batch = before
+        thread.max_batch = before

@@ -47,7 +47,7 @@ from qkv.api.error_responses import (
 from qkv.api.job_runner import JobRunner
 from qkv.api.observability import ObservabilityMiddleware, RequestObserver
 from qkv.api.openapi import document
-from qkv.api.request_source import RequestSourceMiddleware, SourceRules
+from qkv.api.request_source import SourceRules
 from qkv.api.routes import DirectRoute, DirectRouting
 from qkv.api_keys import ValidApiKeys
 from qkv.attention import catalogue
@@ -309,7 +309,7 @@ def new_metrics_app(runtime: Runtime) -> FastAPI:
 
 
 def _middleware(runtime: Runtime, *inner: Middleware) -> list[Middleware]:
-    """Returns the way of a request: from its record through the check of its source to `inner`.
+    """Returns the way of a request: from its record and the check of its source to `inner`.
 
     Args:
         runtime: of the service.
@@ -318,8 +318,7 @@ def _middleware(runtime: Runtime, *inner: Middleware) -> list[Middleware]:
     settings = runtime.settings
     rules = SourceRules(settings.origins, settings.hosts, settings.host)
     return [
-        Middleware(ObservabilityMiddleware, observer=runtime.observer),
-        Middleware(RequestSourceMiddleware, rules=rules),
+        Middleware(ObservabilityMiddleware, observer=runtime.observer, rules=rules),
         *_cors(settings.origins),
         Middleware(ErrorMiddleware),
         *inner,

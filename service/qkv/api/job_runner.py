@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final, TypeVar
 
@@ -14,7 +15,7 @@ from fastapi import Request
 from starlette.types import Receive
 
 from qkv.api.request_body import in_thread_if_large
-from qkv.api.request_record import current_tenant, headers_of, record_of, record_times
+from qkv.api.request_record import current_tenant, headers_of, record_of
 from qkv.engine.admission import AdmittedBody
 from qkv.engine.job_executor import JobExecutor
 from qkv.errors import (
@@ -130,13 +131,14 @@ class JobRunner:
         Raises:
             QkvError: from the engine; ClientDisconnected if the client disconnects.
         """
-        deadline_s = self.deadline_of(request)
+        record = record_of(request.scope)
+        deadline_s = self._deadline_of(record.headers)
         if deadline_s is not None and (wait_s is None or deadline_s < wait_s):
             wait_s = deadline_s
         try:
             future = self._engine.submit(
                 job,
-                tenant=current_tenant(),
+                tenant=record.tenant,
                 priority=priority,
                 wait_s=_remaining(wait_s, received_at),
             )
@@ -147,7 +149,7 @@ class JobRunner:
                 f"the request waited {wait_s * 1e3:g} ms in the queue, its deadline passed"
             ) from None
         result.times.total_s = time.perf_counter() - received_at
-        record_times(result.times, job.plan)
+        record.add_run(result.times, job.plan)
         return result
 
     def deadline_of(self, request: Request) -> float | None:
@@ -156,7 +158,10 @@ class JobRunner:
         Raises:
             MalformedRequest: the header is not a valid number.
         """
-        timeout_s = _parse_timeout(request)
+        return self._deadline_of(headers_of(request.scope))
+
+    def _deadline_of(self, headers: Mapping[bytes, bytes]) -> float | None:
+        timeout_s = _parse_timeout(headers)
         if timeout_s is None or self._timeout_s is None:
             return self._timeout_s if timeout_s is None else timeout_s
         return min(timeout_s, self._timeout_s)
@@ -197,9 +202,9 @@ def _remaining(wait_s: float | None, received_at: float) -> float | None:
     return None if wait_s is None else max(0.0, wait_s - (time.perf_counter() - received_at))
 
 
-def _parse_timeout(request: Request) -> float | None:
+def _parse_timeout(headers: Mapping[bytes, bytes]) -> float | None:
     """Returns the seconds of the timeout header; None: there is no header."""
-    if (value := headers_of(request.scope).get(_TIMEOUT_NAME)) is None:
+    if (value := headers.get(_TIMEOUT_NAME)) is None:
         return None
     text = value.decode("latin-1")
     try:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qkv.api.endpoints.open_inference_catalogue import LAYER_VARIANT
 from qkv.api.error_responses import error_response
 from qkv.api.request_record import RequestRecord, current, record_of
+from qkv.api.request_source import SourceRules
 from qkv.errors import PROTOCOL_ERROR, QkvError, TooManyRequests
 from qkv.jobs.tenant import Tenant
 from qkv.telemetry.counters import Recorder
@@ -130,15 +131,17 @@ class RequestObserver:
 class ObservabilityMiddleware:
     """A middleware that observes all requests of an application.
 
-    It answers those that the server could not read, so that they are recorded as the others are.
+    It answers those that the server could not read, and those that their source forbids, before
+    their body is read, so that they are recorded as the others are.
 
     Args:
         app: the application.
         observer: records the requests.
+        rules: decide which sources are refused.
     """
 
-    def __init__(self, app: ASGIApp, observer: RequestObserver) -> None:
-        self._app, self._observer = app, observer
+    def __init__(self, app: ASGIApp, observer: RequestObserver, rules: SourceRules) -> None:
+        self._app, self._observer, self._rules = app, observer, rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -164,8 +167,8 @@ class ObservabilityMiddleware:
                     self._observer.record_end(scope, request)
             await send(message)
 
-        app = self._app
-        if (error := scope.get(PROTOCOL_ERROR)) is not None:
+        app, error = self._app, scope.get(PROTOCOL_ERROR) or self._rules.find_error(scope)
+        if error is not None:
             app = error_response(error, scope["path"])
         try:
             await app(scope, receive_observed, send_observed)

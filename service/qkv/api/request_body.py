@@ -167,14 +167,13 @@ async def read_body(
     headers = headers_of(request.scope)
     has_coding = is_compressed(headers)
     declared = _declared_bytes(headers, limit)
-    count = grow if declared is None else None
-    chunks = _receive_chunks(request.receive, declared or limit, count)
+    if declared is not None and not has_coding:
+        return await _receive_declared(request.receive, declared, aligned_offset)
+    chunks = _receive_chunks(request.receive, declared or limit, grow if declared is None else None)
     if has_coding:
         pieces = await decompress(chunks, limit, grow or _ignore)
-    elif declared is None:
-        pieces = [chunk async for chunk in chunks]
     else:
-        return await _fill(chunks, declared, aligned_offset)
+        pieces = [chunk async for chunk in chunks]
     size = sum(map(len, pieces))
     return await in_thread_if_large(size, lambda: _join_aligned(pieces, aligned_offset))
 
@@ -203,16 +202,21 @@ def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode("latin-1")
 
 
+async def _receive(receive: Receive) -> tuple[bytes, bool]:
+    """Receives a part of a body; returns it, and True if more may follow."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnected(_DISCONNECTED)
+    return message.get("body", b""), message.get("more_body", False)
+
+
 async def _receive_chunks(
     receive: Receive, limit: int, count: Callable[[int], None] | None
 ) -> AsyncGenerator[bytes, None]:
     """Yields the parts of a body."""
     size, more = 0, True
     while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected(_DISCONNECTED)
-        chunk, more = message.get("body", b""), message.get("more_body", False)
+        chunk, more = await _receive(receive)
         size += len(chunk)
         if size > limit:
             raise PayloadTooLarge(
@@ -224,21 +228,29 @@ async def _receive_chunks(
             yield chunk
 
 
-async def _fill(
-    chunks: AsyncGenerator[bytes, None], size: int, aligned_offset: Callable[[bytes], int | None]
+async def _receive_declared(
+    receive: Receive, size: int, aligned_offset: Callable[[bytes], int | None]
 ) -> bytes | memoryview:
-    """Reads a body of a declared size into one buffer, so that it is in memory once."""
-    head = b""
-    while len(head) < min(size, _HEAD_BYTES):
-        head += await anext(chunks)
-    if (at := aligned_offset(head[:_HEAD_BYTES])) is None:
-        pieces = [head, *[chunk async for chunk in chunks]]
+    """Receives a body of a declared size into one buffer, so that it is in memory once.
+
+    To iterate over `_receive_chunks` would take 4 % of a small attention.
+    """
+    part, more = await _receive(receive)
+    while more and len(part) < _HEAD_BYTES:
+        following, more = await _receive(receive)
+        part += following
+    if (at := aligned_offset(part[:_HEAD_BYTES])) is None:
+        pieces = [part]
+        while more:
+            part, more = await _receive(receive)
+            pieces.append(part)
         return await in_thread_if_large(size, lambda: b"".join(pieces))
-    buffer, filled_bytes = _new_aligned_buffer(size, at), len(head)
-    buffer[:filled_bytes] = head
-    async for chunk in chunks:
-        buffer[filled_bytes : filled_bytes + len(chunk)] = chunk
-        filled_bytes += len(chunk)
+    buffer, filled_bytes = _new_aligned_buffer(size, at), len(part)
+    buffer[:filled_bytes] = part
+    while more:
+        part, more = await _receive(receive)
+        buffer[filled_bytes : filled_bytes + len(part)] = part
+        filled_bytes += len(part)
     return buffer
 
 

@@ -27,7 +27,6 @@ __all__ = [
     "headers_of",
     "record_error",
     "record_of",
-    "record_times",
     "request_id",
 ]
 
@@ -59,25 +58,40 @@ class RequestRecord:
         is_ended: the metrics and the log have it.
     """
 
+    tenant = ANYONE
+    id: bytes | None = None
+    status = sent_bytes = 0
+    error_name: str | None = None
+    times: Times | None = None
+    variant: str | None = None
+    layer: str | None = None
+    is_ended = False
+
     def __init__(self, headers: Sequence[Header]) -> None:
+        self.received_at = time.perf_counter()
         self.headers: Mapping[bytes, bytes] = dict(headers)
         if len(self.headers) < len(headers):
             self.headers = _join_values(headers)
-        self.tenant = ANYONE
-        self.id: bytes | None = None
-        self.received_at = time.perf_counter()
-        self.status = self.sent_bytes = 0
-        self.error_name: str | None = None
-        self.times: Times | None = None
-        self.variant: str | None = None
-        self.layer: str | None = None
-        self.is_ended = False
+
+    def add_run(self, times: Times, plan: Plan | None = None) -> None:
+        """Records the times of a run, for the metrics, the log and the span.
+
+        It must not refer to outputs: tasks and timers that the request starts keep its context.
+
+        Args:
+            times: of the run.
+            plan: of the run; None: the request is a comparison, with several runs.
+        """
+        self.times = times
+        if plan is not None:
+            self.variant, self.layer = plan.variant.name, plan.layer_name
 
 
 def record_of(scope: Scope) -> RequestRecord:
     """Returns the record of a request."""
-    record: RequestRecord | None = scope.get(_KEY)
-    if record is None:
+    try:
+        record: RequestRecord = scope[_KEY]
+    except KeyError:
         record = scope[_KEY] = RequestRecord(scope["headers"])
     return record
 
@@ -101,21 +115,6 @@ def has_responded() -> bool:
     """Returns True if the response to the current request has begun."""
     request = current.get()
     return request is not None and request.status != 0
-
-
-def record_times(times: Times, plan: Plan | None = None) -> None:
-    """Records the times of the run of the current request, for the metrics, the log and the span.
-
-    A request must not refer to outputs: tasks and timers that it starts keep its context.
-
-    Args:
-        times: of the run.
-        plan: of the run; None: the request is a comparison, with several runs.
-    """
-    if (request := current.get()) is not None:
-        request.times = times
-        if plan is not None:
-            request.variant, request.layer = plan.variant.name, plan.layer_name
 
 
 def current_tenant() -> Tenant:

@@ -11,13 +11,12 @@ from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
-from qkv.api.error_responses import error_response
 from qkv.api.request_record import headers_of
 from qkv.errors import Forbidden
 
-__all__ = ["RequestSourceMiddleware", "SourceRules"]
+__all__ = ["SourceRules"]
 
 _SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))  # RFC 9110, section 9.2.1
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
@@ -100,24 +99,6 @@ class SourceRules:
         if site in (b"cross-site", b"same-site"):
             return False
         return origin is None or site in (b"same-origin", b"none")
-
-
-class RequestSourceMiddleware:
-    """A middleware that refuses requests by their source, before their body is read.
-
-    Args:
-        app: the application to protect.
-        rules: decide which requests are refused.
-    """
-
-    def __init__(self, app: ASGIApp, rules: SourceRules) -> None:
-        self._app, self._rules = app, rules
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and (error := self._rules.find_error(scope)) is not None:
-            app = error_response(error, scope["path"])
-        return await app(scope, receive, send)
 
 
 def _is_loopback(host: str, *, of_name: bool = False) -> bool:

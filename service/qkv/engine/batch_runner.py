@@ -20,7 +20,7 @@ from qkv.engine.device_errors import (
     to_client_error,
 )
 from qkv.engine.executor import Launched, launch
-from qkv.errors import QkvError
+from qkv.errors import DeadlineExceeded, QkvError
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.jobs.result import Result
@@ -127,11 +127,20 @@ class BatchRunner:
         return [to_client_error(cause, self._device)]
 
     def record_failure(self, job: Job) -> None:
-        """Records a job that failed or expired."""
+        """Records a job that failed."""
         if self.recorder is not None and job.plan.is_inference:
             total_s = time.perf_counter() - job.submitted_at
             for name in job.plan.derived(_model_names):
                 self.recorder.record_failure(name, total_s)
+
+    def expire(self, job: Job) -> DeadlineExceeded:
+        """Records a job whose deadline has passed; returns its error."""
+        assert job.deadline is not None
+        self.record_failure(job)
+        wait_ms = (job.deadline - job.submitted_at) * 1e3
+        return DeadlineExceeded(
+            f"the request waited {wait_ms:g} ms in the queue, its deadline passed"
+        )
 
     def _complete(self, jobs: Sequence[Job], results: Sequence[Result]) -> None:
         """Adds what the jobs know to the results of a batch, and records it."""

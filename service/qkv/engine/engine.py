@@ -1,4 +1,4 @@
-"""The engine: a queue of jobs and the one thread that owns the device, without timers.
+"""The engine: a queue of jobs for the one thread that owns the device, without timers.
 
 While the device runs a batch, jobs queue up. When it is free, a group of jobs with equal batch keys
 runs next, up to a budget: that of the oldest job, or of the sender whose turn it is. At low load no
@@ -8,15 +8,11 @@ job waits; at high load batches form by themselves.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from qkv.attention.layers.layer import Layer
 from qkv.engine.admission import Admission
@@ -24,10 +20,11 @@ from qkv.engine.batch_runner import DEVICE_RETRY_AFTER_S, BatchRunner, Launch
 from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.device import Device, MemoryUsage
 from qkv.engine.device_errors import EngineStopped, MemoryBudget
-from qkv.engine.executor import Launched, launch
+from qkv.engine.device_thread import DeviceThread
+from qkv.engine.executor import launch
 from qkv.engine.lane import JobQueue, Lane, VirtualTimes
 from qkv.engine.warmup import warm_up
-from qkv.errors import DeadlineExceeded, Internal, QkvError, stopping
+from qkv.errors import QkvError, stopping
 from qkv.jobs.job import DEFAULT_PRIORITY, Job
 from qkv.jobs.load import Load
 from qkv.jobs.result import Result
@@ -35,8 +32,6 @@ from qkv.jobs.tenant import ANYONE, Tenant
 from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["BATCH_BYTES", "DEFAULT_LIMIT", "GPU_MAX_BATCH", "Engine"]
-
-_log = logging.getLogger("qkv.engine")
 
 BATCH_BYTES: Final = 1 << 30
 """Limit of tensor bytes, in and out, in one batch beyond its first job."""
@@ -50,17 +45,6 @@ _WARM_UP_BATCH: Final = 4  # requests
 # Small jobs that run in a turn of the event loop while several tenants wait. With fewer the shares
 # are more exact, but 2 took a quarter of the rate of small requests, and 8 take a tenth.
 _COMPETING_JOBS: Final = 8
-
-_NICE: Final = 6  # added for the device thread on a CPU: a quarter of the event loop's weight
-_MAX_NICE: Final = 19
-
-
-class _BegunBatch(NamedTuple):
-    """A batch that the device has begun."""
-
-    jobs: list[Job]
-    started_at: float
-    launched: Launched
 
 
 class Engine:
@@ -105,13 +89,10 @@ class Engine:
         launch: Launch = launch,
         preload: Sequence[Layer] = (),
     ) -> None:
-        self._preload = preload
         self.device, self.device_name = device, str(device.torch_device)
-        self._max_batch = max_batch or (GPU_MAX_BATCH if device.is_accelerator else 1)
         stack = device.is_accelerator if stack is None else stack
         self._has_small_jobs = not (device.is_accelerator or stack)
         self._idle_threads = idle_threads
-        self._on_busy = on_busy
         self.admission = Admission(limit)
         self._queue = JobQueue(self.admission)
         self._times = (
@@ -119,29 +100,36 @@ class Engine:
         )  # of small jobs: the event loop and the device are two resources
         self._small_jobs = Lane(self._times)
         self.failed = asyncio.Event()
-        self._budget = MemoryBudget(batch_bytes)
+        budget = MemoryBudget(batch_bytes)
         self.batch_runner = BatchRunner(
             device,
             stack,
             threads,
-            self._budget,
+            budget,
             verifier=verifier or BatchVerifier(),
             launch=launch,
             idle_threads=self._threads_to_lend,
             on_fatal=self._fail_permanently,
         )
-        self._finished_at = 0.0  # the last batch, by time.perf_counter
-        self._running_flops = 0  # of the batches that have begun; only the device thread writes it
-        self._closing = False
-        self._pauses = self._thread_pauses = 0
-        self._changed = threading.Condition()  # guards the queue
-        self._thread = threading.Thread(target=self._run_thread, name="qkv-device", daemon=True)
+        self._pauses = 0
+        self._thread = DeviceThread(
+            device,
+            self._queue,
+            self.batch_runner,
+            budget,
+            max_batch=max_batch or (GPU_MAX_BATCH if device.is_accelerator else 1),
+            has_low_priority=self._has_small_jobs,
+            preload=preload,
+            on_busy=on_busy,
+            on_done=self.admission.throughput.add,
+            on_failure=self._fail_permanently,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
         """Starts the device thread; call it on the event loop that will submit jobs."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self._thread.start(self._loop)
 
     async def prepare(self, worker: WorkerState) -> None:
         """Warms up. Then statistics count the jobs, which are clients' only.
@@ -159,9 +147,7 @@ class Engine:
 
     async def stop(self) -> None:
         """Rejects new jobs, runs those that are queued, and ends the thread."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._thread.close()
         await asyncio.to_thread(self._thread.join)
 
     @contextmanager
@@ -178,21 +164,19 @@ class Engine:
             self._add_pause(-1, small_jobs)
 
     def _add_pause(self, count: int, small_jobs: bool) -> None:
-        with self._changed:
-            self._thread_pauses += count
-            self._pauses += count if small_jobs else 0
-            self._changed.notify()
+        self._pauses += count if small_jobs else 0
+        self._thread.add_pauses(count)
 
     @property
     def is_alive(self) -> bool:
         """True while the device thread runs."""
-        return self._thread.is_alive()
+        return self._thread.is_alive
 
     @property
     def is_ready(self) -> bool:
         """True while the engine accepts jobs."""
         # `is_alive` takes a lock; the device thread ends only if the engine stops or fails
-        return self._loop is not None and not self._closing and not self.failed.is_set()
+        return self._loop is not None and not self._thread.is_closing and not self.failed.is_set()
 
     @property
     def queued(self) -> Load:
@@ -206,7 +190,7 @@ class Engine:
     @property
     def unfinished_flops(self) -> int:
         """Floating-point operations of the jobs that are queued or run, without small ones."""
-        return self.queued.flops + self._running_flops
+        return self.queued.flops + self._thread.running_flops
 
     @property
     def flops_per_s(self) -> float | None:
@@ -268,7 +252,7 @@ class Engine:
         Each is resolved with its result, or with the error that `submit` raises. Small jobs are
         queued too where batches can form, so that those of several workers run together.
         """
-        if self._max_batch == 1 and self._runs_small_jobs:
+        if self._thread.max_batch == 1 and self._runs_small_jobs:
             for job in jobs:
                 if job.plan.is_small:
                     self._put_small(job)
@@ -281,11 +265,11 @@ class Engine:
         """Puts jobs into the queue of the device thread; returns those that cannot be queued."""
         assert self._loop is not None
         failed = []
-        with self._changed:
+        with self._thread.changed:
             for job in jobs:
                 if (error := self._put(job)) is not None:
                     failed.append((job, error))
-            self._changed.notify()
+            self._thread.changed.notify()
         refused = {job for job, _ in failed}
         for job in jobs:
             if job.deadline is not None and job not in refused:
@@ -296,7 +280,7 @@ class Engine:
     def _put(self, job: Job) -> QkvError | None:
         """Puts a job into the queue, whose lock is held; returns an error if that is impossible."""
         if job.is_expired:
-            return self._expire(job)
+            return self.batch_runner.expire(job)
         if not self.is_ready:
             return self._unavailable_error()
         if (error := self.admission.refusal(job.tenant, job.plan.load)) is None:
@@ -328,7 +312,7 @@ class Engine:
         if job.is_cancelled:
             return
         if job.is_expired:
-            outcome = self._expire(job)
+            outcome = self.batch_runner.expire(job)
         else:
             try:
                 (outcome,) = self.batch_runner.run([job])
@@ -344,16 +328,7 @@ class Engine:
     def _on_deadline(self, job: Job) -> None:
         """Fails the job if it is still queued; a running job gets its result."""
         if self.remove(job) and not job.is_cancelled:
-            job.resolve(self._expire(job))
-
-    def _expire(self, job: Job) -> DeadlineExceeded:
-        """Records a job whose deadline has passed; returns its error."""
-        assert job.deadline is not None
-        self.batch_runner.record_failure(job)
-        wait_ms = (job.deadline - job.submitted_at) * 1e3
-        return DeadlineExceeded(
-            f"the request waited {wait_ms:g} ms in the queue, its deadline passed"
-        )
+            job.resolve(self.batch_runner.expire(job))
 
     def _unavailable_error(self) -> EngineStopped:
         if self.failed.is_set():
@@ -365,134 +340,19 @@ class Engine:
         """Removes a job from the queue; returns False if it is not queued any more."""
         if job.timer is not None:
             job.timer.cancel()
-        with self._changed:
+        with self._thread.changed:
             return self._queue.remove(job)
-
-    def _run_thread(self) -> None:
-        self.device.use_in_this_thread()
-        self.device.layer_memory.preload(self._preload)
-        if self._has_small_jobs and sys.platform == "linux":
-            # the event loop runs small jobs beside a large one, and must not wait for a turn
-            thread = threading.get_native_id()
-            # only root may lower niceness, and Ray starts processes with 15
-            niceness = min(os.getpriority(os.PRIO_PROCESS, thread) + _NICE, _MAX_NICE)
-            os.setpriority(os.PRIO_PROCESS, thread, niceness)
-        begun: _BegunBatch | None = None
-        while begun is not None or self._wait_for_job():
-            try:
-                begun = self._run_ahead(begun)
-            except BaseException:  # nothing may end this loop: bugs are logged
-                begun = None
-                _log.exception("the engine failed")
-                self._fail_permanently(Internal("the engine failed"))
-
-    def _run_ahead(self, previous: _BegunBatch | None) -> _BegunBatch | None:
-        """Begins the next batch, and finishes the previous one while the device computes.
-
-        Returns the batch if the device still computes it; on a CPU it is finished here.
-        """
-        begun: _BegunBatch | None = None
-        try:
-            begun = self._begin(self._take_batch())
-        finally:
-            if previous is not None:
-                self._finish(previous, is_last=begun is None)
-        if begun is None or self.device.is_accelerator:
-            return begun
-        self._finish(begun)
-        return None
-
-    def _begin(self, batch: list[Job]) -> _BegunBatch | None:
-        """Begins to run the jobs of a batch that have not expired; a busy event loop may not have
-        called `_on_deadline` yet. Returns None if there are none."""
-        flops = 0
-        try:
-            expired = [job for job in batch if job.is_expired]
-            if expired:
-                self._resolve([(job, self._expire(job)) for job in expired])
-                batch = [job for job in batch if job not in expired]
-            if not batch:
-                return None
-            self._report_busy(True)
-            started_at = time.perf_counter()
-            flops = _flops_of(batch)
-            self._running_flops += flops
-            return _BegunBatch(batch, started_at, self.batch_runner.begin(batch))
-        except BaseException:
-            _log.exception("the engine failed")
-            self._running_flops -= flops
-            error = Internal("the engine failed")
-            self._resolve([(job, error) for job in batch])
-            return None
-
-    def _finish(self, begun: _BegunBatch, is_last: bool = True) -> None:
-        """Waits for the results of a batch, and hands them over.
-
-        `is_last`: the device has no other batch.
-        """
-        batch, started_at, launched = begun
-        results: list[Result | QkvError] = [Internal("the engine failed")] * len(batch)
-        try:
-            results = self.batch_runner.finish(launched, batch)
-        except BaseException:
-            _log.exception("the engine failed")
-        self._report_busy(not is_last)
-        self._running_flops -= _flops_of(batch)
-        # batches overlap on an accelerator: the time since the previous one is this one's
-        now = time.perf_counter()
-        started_at = max(started_at, self._finished_at)
-        self._finished_at = now
-        done = Load.sum([job.plan.load for job in batch])
-        self.admission.throughput.add(done, now - started_at)
-        self._resolve(list(zip(batch, results, strict=True)))
-
-    def _report_busy(self, is_busy: bool) -> None:
-        try:
-            self._on_busy(is_busy)
-        except Exception:  # a bug there must not cost a result
-            _log.exception("the engine could not report its state")
 
     def _threads_to_lend(self, job: Job) -> int:
         """Returns the number of CPU threads that a job may use: more than one if it is alone."""
         is_alone = not job.plan.is_small and not self.queued.bytes
         return self._idle_threads() if is_alone else 1
 
-    def _wait_for_job(self) -> bool:
-        """Waits for a job; returns False if the engine is stopping and the queue is empty."""
-        with self._changed:
-            while self._thread_pauses or self._queue.find_next() is None:
-                if self._closing and not self._queue:
-                    return False
-                self._changed.wait()
-        return True
-
-    def _take_batch(self) -> list[Job]:
-        """Takes the next batch up to the budget, without cancelled jobs; may be empty."""
-        with self._changed:
-            if self._thread_pauses:
-                return []
-            return self._queue.take_batch(self._max_batch, self._budget.bytes)
-
     def _fail_permanently(self, error: QkvError) -> None:
         """Fails all queued jobs and sets `failed`; the supervisor then replaces the process."""
-        with self._changed:
+        with self._thread.changed:
             removed = self._queue.clear()
-        self._resolve([(job, error) for job in removed])
+        self._thread.resolve([(job, error) for job in removed])
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed: the process ends already
             self._loop.call_soon_threadsafe(self.failed.set)
-
-    def _resolve(self, outcomes: Sequence[tuple[Job, Result | QkvError]]) -> None:
-        """Hands a batch's results to the event loop in one call."""
-
-        def set_results() -> None:
-            for job, outcome in outcomes:
-                job.resolve(outcome)
-
-        assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nothing awaits the results
-            self._loop.call_soon_threadsafe(set_results)
-
-
-def _flops_of(batch: list[Job]) -> int:
-    return sum([job.plan.flops for job in batch])

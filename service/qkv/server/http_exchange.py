@@ -73,6 +73,15 @@ class Exchange:
         response_started, response_complete: states of the response.
     """
 
+    _news: asyncio.Event | None = None  # while the application waits
+    _error: QkvError | None = None
+    _is_received = _is_read = _is_over = False
+    _head: bytes | None = None  # of the response, not written yet
+    _is_streamed = _is_chunked = False  # a response of unknown length
+    _missing_bytes = 0  # of the body of the response
+    unread_bytes = 0
+    response_started = response_complete = False
+
     def __init__(
         self,
         connection: _Connection,
@@ -83,14 +92,6 @@ class Exchange:
         self._connection, self._scope, self.keep_alive = connection, scope, keep_alive
         self._expects_continue = expects_continue
         self._chunks: list[bytes] = []
-        self.unread_bytes = 0
-        self._error: QkvError | None = None
-        self._is_received = self._is_read = self._is_over = False
-        self._news: asyncio.Event | None = None  # while the application waits
-        self.response_started = self.response_complete = False
-        self._head: bytes | None = None  # not written yet
-        self._is_streamed = self._is_chunked = False  # a response of unknown length
-        self._missing_bytes = 0  # of the body of the response
 
     # the request
 
@@ -98,7 +99,8 @@ class Exchange:
         """Adds a received part of the body."""
         self._chunks.append(chunk)
         self.unread_bytes += len(chunk)
-        self._wake()
+        if self._news is not None:
+            self._news.set()
 
     def complete_body(self) -> None:
         """Ends the body."""
@@ -187,9 +189,10 @@ class Exchange:
         Raises:
             RuntimeError: the message is not the next one, or the body has another length.
         """
-        if self._connection.is_write_paused:
-            await self._connection.until_writable()
-        if self._connection.transport.is_closing():
+        connection = self._connection
+        if connection.is_write_paused:
+            await connection.until_writable()
+        if connection.transport.is_closing():
             return
         kind = message["type"]
         if kind == "http.response.start" and not self.response_started:
@@ -215,12 +218,14 @@ class Exchange:
             self._is_chunked = self._scope["http_version"] == "1.1"  # before, the end is the close
             if self._is_chunked:
                 headers = [*headers, (b"transfer-encoding", b"chunked")]
-        self._head = _encode_head(status, [*self._connection.date, *headers])
+        head = _encode_head(status, [*self._connection.date, *headers])
         if self._is_streamed:  # the first part may take time
-            self._connection.transport.write(self._take_head())
+            self._connection.transport.write(head)
+        else:
+            self._head = head
 
     def _send_body(self, body: bytes | memoryview, more_body: bool) -> None:
-        write = self._connection.transport.write
+        write, head = self._connection.transport.write, self._head
         if self._scope["method"] == "HEAD":
             body = b""
         if self._is_chunked:
@@ -232,20 +237,16 @@ class Exchange:
             self._missing_bytes -= len(body)
             if self._missing_bytes < 0 or (self._missing_bytes and not more_body):
                 raise RuntimeError("the body has not the length of Content-Length")
-            if self._head is not None and len(body) <= _JOINED_BYTES:
-                body = b"".join((self._take_head(), body))
-            elif self._head is not None:
-                write(self._take_head())
+            if head is not None and len(body) <= _JOINED_BYTES:
+                body = b"".join((head, body))
+            elif head is not None:
+                write(head)
+            self._head = None
             write(body)
         if not more_body:
             self.response_complete = self._is_over = True
             self._wake()
             self._connection.on_response_complete(self)
-
-    def _take_head(self) -> bytes:
-        head, self._head = self._head, None
-        assert head is not None
-        return head
 
 
 def _encode_head(status: int, headers: list[tuple[bytes, bytes]]) -> bytes:

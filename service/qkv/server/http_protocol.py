@@ -28,7 +28,7 @@ from qkv.errors import (
 )
 from qkv.server.client_timer import ClientTimer
 from qkv.server.http_exchange import Exchange
-from qkv.server.request_head import MAX_HEAD_BYTES, RequestHead
+from qkv.server.request_head import MAX_HEAD_BYTES, MAX_HEADERS, RequestHead
 
 __all__ = ["HttpLimits", "HttpProtocol"]
 
@@ -40,6 +40,8 @@ _MAX_UNREAD_BYTES: Final = 1 << 16  # of a body that the application has not tak
 _MAX_WAITING: Final = 16  # requests behind the one in progress, before more are read
 _READ_BYTES: Final = 1 << 18
 _PIECE_BYTES: Final = 1 << 12  # parsed at once, of all but a body of known length
+_END_OF_HEAD: Final = b"\r\n\r\n"
+_LEAST_HEAD_BYTES: Final = len(b"GET / HTTP/1.0")
 _LINGER_S: Final = 2.0  # a client that sends while the connection closes would not see its response
 _PROGRESS_BITS: Final = 16  # 1 << 16 bytes of a body must arrive within the read timeout
 
@@ -95,8 +97,8 @@ class HttpProtocol(asyncio.BufferedProtocol):
         self._reading = _HEAD
         self._head = RequestHead()
         self._is_upgrade = False
-        self._piece_bytes = self._framing_bytes = self._body_bytes = self._ignored_bytes = 0
-        self._missing_bytes = 0  # of a body, as declared; negative for a chunked one
+        self._piece_bytes = self._request_bytes = 0  # parsed now, and of the request so far
+        self._declared_bytes = self._body_bytes = self._ignored_bytes = 0
         self._unparsed: bytes | memoryview = b""  # behind many requests that wait
         self._message_count = 0
         self._last: Exchange | None = None
@@ -170,6 +172,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Handles the event as an asyncio protocol."""
         if self._parser is None:
+            self._body_bytes += nbytes
             self._ignore(nbytes)
         else:
             self._parse(self._limits.read_buffer[:nbytes])
@@ -181,7 +184,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
             if len(self._waiting) > _MAX_WAITING:
                 self._unparsed = bytes(data)
                 return
-            size = max(self._missing_bytes, _PIECE_BYTES)
+            size = self._next_bytes(data)
             end = self._feed(self._parser, data[:size])
             data = data[size if end is None else end :]
             if end is not None:
@@ -190,37 +193,48 @@ class HttpProtocol(asyncio.BufferedProtocol):
                 self._parser = self._new_parser()  # the other one has stopped
                 self._feed(self._parser, self._head.without_upgrade(method, version))
 
+    def _next_bytes(self, data: bytes | memoryview) -> int:
+        """Returns the number of bytes that are parsed at once: a body of known length, or 4 KiB
+        with one head at most before a larger body, which then is a single chunk."""
+        if self._reading == _BODY and self._declared_bytes > self._body_bytes:
+            return self._declared_bytes - self._body_bytes
+        if self._reading == _BODY or len(data) <= _PIECE_BYTES:
+            return _PIECE_BYTES
+        end = bytes(data[:_PIECE_BYTES]).find(_END_OF_HEAD, _LEAST_HEAD_BYTES)
+        return _PIECE_BYTES if end < 0 else end + len(_END_OF_HEAD)
+
     def _feed(self, parser: httptools.HttpRequestParser, data: bytes | memoryview) -> int | None:
         """Parses a piece; returns the end of a head that requests an upgrade."""
         self._piece_bytes = len(data)
-        self._framing_bytes += self._piece_bytes
+        self._request_bytes += self._piece_bytes
         try:
             parser.feed_data(data)
+            self._check_bounds()
         except httptools.HttpParserUpgrade as upgrade:
             return int(upgrade.args[0])
         except httptools.HttpParserError as error:
             self._fail(_error_from(error))
-        else:
-            self._check_framing()
+        except QkvError as error:
+            self._fail(error)
         return None
 
-    def _check_framing(self) -> None:
-        """Bounds what the parser holds of a target or a header, and the lines of chunks."""
-        if self._reading == _HEAD:
-            if self._framing_bytes > MAX_HEAD_BYTES + _READ_BYTES:
-                self._fail(RequestHead.too_large())
-        elif self._framing_bytes > _MAX_FRAMING_BYTES:
-            self._fail(
-                PayloadTooLarge(
+    def _check_bounds(self) -> None:
+        """Bounds the head or the trailers, what the parser holds of a target or a header, and the
+        lines of chunks."""
+        framing_bytes = self._request_bytes - self._body_bytes
+        if framing_bytes > MAX_HEAD_BYTES or len(self._head.headers) > MAX_HEADERS:
+            self._head.check_bounds()
+            if self._reading == _HEAD and framing_bytes > MAX_HEAD_BYTES + _READ_BYTES:
+                raise RequestHead.too_large()
+            if framing_bytes > _MAX_FRAMING_BYTES:
+                raise PayloadTooLarge(
                     f"the request has more than {_MAX_FRAMING_BYTES} bytes beside its body; "
                     "send larger chunks"
                 )
-            )
 
     def _ignore(self, size: int) -> None:
         """Discards bytes that arrive after the response, up to a limit. Otherwise a client that
         sends all before it reads would see a broken connection."""
-        self._body_bytes += size
         self._ignored_bytes += size
         if self._ignored_bytes > _MAX_IGNORED_BYTES:
             self.transport.close()
@@ -235,22 +249,24 @@ class HttpProtocol(asyncio.BufferedProtocol):
 
     def on_message_begin(self) -> None:
         """Begins a head."""
-        self._reading, self._framing_bytes = _HEAD, self._piece_bytes  # an upper bound
+        self._reading, self._request_bytes = _HEAD, self._piece_bytes  # an upper bound
+        self._declared_bytes = self._body_bytes = 0
         self._message_count += 1
         self._head = RequestHead()
 
     def on_url(self, url: bytes) -> None:
         """Adds a part of the request's target."""
-        self._head.add_target(url)
+        self._head.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Adds a header, or a trailer, which is not read."""
-        self._head.add_header(name, value)
+        self._head.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """Starts the request of a complete head, or queues it behind others."""
         assert self._parser is not None
         parser, head = self._parser, self._head
+        self._check_bounds()
         version = parser.get_http_version()
         by_name = head.check(version)
         if parser.should_upgrade():
@@ -260,29 +276,30 @@ class HttpProtocol(asyncio.BufferedProtocol):
             return
         scope = head.scope(parser.get_method().decode("ascii"), version)
         keep_alive = version == "1.1" and parser.should_keep_alive() and not self._is_ending
-        expects = version == "1.1" and by_name.get(b"expect", b"").lower() == b"100-continue"
+        expects = b"expect" in by_name and by_name[b"expect"].lower() == b"100-continue"
         self._reading, self._ignored_bytes = _BODY, 0
-        self._missing_bytes = int(by_name.get(b"content-length", 0))
+        self._declared_bytes = int(by_name.get(b"content-length", 0))
         self._head = RequestHead()  # of the trailers
-        self._add(scope, keep_alive, expects)
+        self._add(scope, keep_alive, expects and version == "1.1")
 
     def on_body(self, body: bytes) -> None:
         """Adds a part of a body."""
-        assert self._last is not None
-        self._framing_bytes -= len(body)
-        self._missing_bytes -= len(body)
-        if self._last.response_complete:
+        exchange = self._last
+        assert exchange is not None
+        self._body_bytes += len(body)
+        if exchange.response_complete:
             self._ignore(len(body))
             return
-        self._body_bytes += len(body)
-        self._last.add_chunk(body)
-        if self._last.unread_bytes > _MAX_UNREAD_BYTES:
+        exchange.add_chunk(body)
+        if exchange.unread_bytes > _MAX_UNREAD_BYTES:
             self._pause_reading()
 
     def on_message_complete(self) -> None:
         """Ends a request."""
         if not self._is_upgrade:
             assert self._last is not None
+            if self._head.headers:  # the trailers
+                self._check_bounds()
             self._reading = _NOTHING
             self._last.complete_body()
 
@@ -320,9 +337,16 @@ class HttpProtocol(asyncio.BufferedProtocol):
     def _start(self, exchange: Exchange) -> None:
         self._current = exchange
         self._state.total_requests += 1
-        task = self._loop.create_task(exchange.run(self._app))
-        self._state.tasks.add(task)
-        task.add_done_callback(self._state.tasks.discard)
+        self._state.tasks.add(self._loop.create_task(self._run(exchange)))
+
+    async def _run(self, exchange: Exchange) -> None:
+        try:
+            await exchange.run(self._app)
+        finally:
+            # a callback of the task would cost another turn of the event loop
+            task = asyncio.current_task()
+            assert task is not None
+            self._state.tasks.discard(task)
 
     @property
     def date(self) -> list[tuple[bytes, bytes]]:

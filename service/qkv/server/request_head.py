@@ -10,9 +10,10 @@ import httptools
 
 from qkv.errors import HeadersTooLarge, MalformedRequest, UnsupportedTransferCoding
 
-__all__ = ["MAX_HEAD_BYTES", "RequestHead"]
+__all__ = ["MAX_HEADERS", "MAX_HEAD_BYTES", "RequestHead"]
 
-_MAX_HEADERS: Final = 100
+MAX_HEADERS: Final = 100
+"""Headers of a request, or trailers of its body."""
 MAX_HEAD_BYTES: Final = 1 << 16
 """Bytes of the target and of all names and values of headers, or of trailers."""
 _ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
@@ -26,37 +27,25 @@ class RequestHead:
         headers: names in lower case, and values.
     """
 
-    __slots__ = ("_bytes", "headers", "target")
+    __slots__ = ("headers", "target")
 
     def __init__(self) -> None:
-        self.target, self.headers, self._bytes = b"", list[tuple[bytes, bytes]](), 0
+        self.target = b""
+        self.headers: list[tuple[bytes, bytes]] = []
 
-    def add_target(self, part: bytes) -> None:
-        """Adds a part of the target.
-
-        Raises:
-            HeadersTooLarge: the head is too large.
-        """
-        self.target += part
-        self._bytes += len(part)
-        if self._bytes > MAX_HEAD_BYTES:
-            raise self.too_large()
-
-    def add_header(self, name: bytes, value: bytes) -> None:
-        """Adds a header.
+    def check_bounds(self) -> None:
+        """Checks the bounds of what has arrived.
 
         Raises:
-            HeadersTooLarge: there are too many, or the head is too large.
+            HeadersTooLarge: there are too many headers, or the head is too large.
         """
-        self._bytes += len(name) + len(value)
-        if self._bytes > MAX_HEAD_BYTES:
-            raise self.too_large()
-        if len(self.headers) == _MAX_HEADERS:
+        if len(self.headers) > MAX_HEADERS:
             raise HeadersTooLarge(
                 "the request has too many headers or trailers: "
-                f"got {_MAX_HEADERS + 1} or more, expected at most {_MAX_HEADERS}"
+                f"got {MAX_HEADERS + 1} or more, expected at most {MAX_HEADERS}"
             )
-        self.headers.append((name.lower(), value))
+        if len(self.target) + sum([len(n) + len(v) for n, v in self.headers]) > MAX_HEAD_BYTES:
+            raise self.too_large()
 
     @staticmethod
     def too_large() -> HeadersTooLarge:

@@ -58,15 +58,12 @@ class InferBody(NamedTuple):
     """The body of an inference request, which a known head need not decode.
 
     Attributes:
-        model, version: in the path.
         content: JSON, optionally with the bytes of tensors after it.
         length: bytes of the JSON; None: all.
         received_at: time of its last byte, by `time.perf_counter`.
         admission: counts the request.
     """
 
-    model: str
-    version: str
     content: bytes | memoryview
     length: int | None
     received_at: float
@@ -121,15 +118,22 @@ class InferHandler:
             self._models.find_loaded(model, version)
         length = open_inference.json_length(_text(headers_of(request.scope).get(_LENGTH_NAME)))
         content = await read_body(request, self._max_body_bytes, lambda _: length, admission.grow)
-        return InferBody(model, version, content, length, time.perf_counter(), admission)
+        return InferBody(content, length, time.perf_counter(), admission)
 
-    async def handle(self, request: Request, body: InferBody) -> Response:
+    async def handle(
+        self, request: Request, body: InferBody, model: str, version: str = VERSION
+    ) -> Response:
         """Runs one request.
+
+        Args:
+            request: the request.
+            body: its body.
+            model, version: in its path.
 
         Raises:
             QkvError: the request is invalid, or could not be run.
         """
-        model, version, content, length, received_at, admission = body
+        content, length, received_at, admission = body
         head = open_inference.split_head(content, length)
         known = None if head is None else self._heads.get((model, version, head.key))
         if head is not None and known is not None and known.layout.size == len(head.data):
@@ -207,11 +211,11 @@ def router(job_runner: JobRunner, infer: InferHandler) -> APIRouter:
         },
     )
     async def infer_model(request: Request, body: _Body, model: name) -> Response:
-        return await infer.handle(request, body)
+        return await infer.handle(request, body, model)
 
     @routes.post("/v2/models/{model}/versions/{version}/infer", include_in_schema=False)
     async def infer_version(request: Request, body: _Body, model: str, version: str) -> Response:
-        return await infer.handle(request, body)
+        return await infer.handle(request, body, model, version)
 
     return routes
 

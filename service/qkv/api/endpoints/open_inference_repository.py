@@ -4,7 +4,7 @@ Source: Triton's extension model_repository (github.com/triton-inference-server/
 docs/protocol).
 """
 
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import pydantic
 from fastapi import APIRouter
@@ -27,64 +27,47 @@ class _Request(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
 
-def _check_flag(value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise InvalidContent("ready must be true or false")
-    return value
-
-
 class IndexRequest(_Request):
     """A filter."""
 
-    ready: Annotated[bool, pydantic.BeforeValidator(_check_flag)] = False
+    ready: bool = False
 
 
-class LoadRequestParameters(_Request):
+class _Flags(_Request):
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _refuse_configurations(cls, value: Any) -> Any:
+        """Refuses what replaces a configuration or files of a model, as Triton's parameters do."""
+        if not isinstance(value, dict):
+            raise InvalidContent("parameters must be an object")
+        for name in value:
+            if name not in cls.model_fields:
+                raise InvalidContent(
+                    f"parameter {name!r:.60} is not supported: a model's configuration is fixed"
+                )
+        return value
+
+
+class LoadRequestParameters(_Flags):
     """No parameters."""
 
 
-class UnloadRequestParameters(_Request):
+class UnloadRequestParameters(_Flags):
     """Flags of an unload; no model has dependents."""
 
     unload_dependents: bool = False
 
 
-def _check_flags(value: Any, known: type[pydantic.BaseModel]) -> Any:
-    """Refuses parameters that replace a configuration or files of a model, as Triton's do."""
-    if value is not None and not isinstance(value, dict):
-        raise InvalidContent("parameters must be an object")
-    for name, flag in (value or {}).items():
-        if name not in known.model_fields:
-            raise InvalidContent(
-                f"parameter {name!r:.60} is not supported: a model's configuration is fixed"
-            )
-        if not isinstance(flag, bool):
-            raise InvalidContent(f"parameter {name!r} must be true or false")
-    return value
-
-
 class LoadRequest(_Request):
     """The body of a load."""
 
-    parameters: Annotated[
-        LoadRequestParameters | None,
-        pydantic.BeforeValidator(
-            lambda value: _check_flags(value, LoadRequestParameters),
-            json_schema_input_type=LoadRequestParameters | None,
-        ),
-    ] = None
+    parameters: LoadRequestParameters | None = None
 
 
 class UnloadRequest(_Request):
     """The body of an unload."""
 
-    parameters: Annotated[
-        UnloadRequestParameters | None,
-        pydantic.BeforeValidator(
-            lambda value: _check_flags(value, UnloadRequestParameters),
-            json_schema_input_type=UnloadRequestParameters | None,
-        ),
-    ] = None
+    parameters: UnloadRequestParameters | None = None
 
 
 # bodies may be empty

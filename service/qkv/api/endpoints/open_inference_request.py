@@ -31,6 +31,17 @@ class BinaryOutput(pydantic.BaseModel):
 
     binary_data: bool = False
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _refuse_others(cls, value: Any) -> Any:
+        for name in value if isinstance(value, dict) else ():
+            if name not in cls.model_fields:
+                raise InvalidContent(
+                    f"an output has an unknown parameter: got {name!r:.60}, expected binary_data; "
+                    "classification and shared memory are not supported"
+                )
+        return value
+
 
 class RequestedOutput(pydantic.BaseModel):
     """An output that a request names."""
@@ -38,13 +49,7 @@ class RequestedOutput(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
     name: str
-    parameters: Annotated[
-        dict[str, Any] | None,
-        pydantic.BeforeValidator(
-            lambda value: value,  # `_is_binary` describes what it refuses
-            json_schema_input_type=BinaryOutput | None,
-        ),
-    ] = None
+    parameters: BinaryOutput | None = None
 
 
 _ECHOED: Final = "If present, the same as in the path."  # KServe's client repeats them
@@ -119,7 +124,8 @@ def parse_fields(message: Message, model: Model, version: str) -> tuple[str | No
     try:
         fields = InferRequest.model_validate({**message.fields, "inputs": message.tensors})
     except pydantic.ValidationError as error:
-        raise field_error(error, list(InferRequest.model_fields)) from None
+        nested = {*RequestedOutput.model_fields, *BinaryOutput.model_fields}
+        raise field_error(error, list(InferRequest.model_fields), nested=nested) from None
     expected_values = {"model_name": model.name, "model_version": version}
     for field, expected in expected_values.items():
         if (value := getattr(fields, field)) not in (None, "", expected):
@@ -201,16 +207,5 @@ def _unquote(name: str, value: Any) -> Any:
 
 
 def _is_binary(output: RequestedOutput, default: bool) -> bool:
-    given = dict(output.parameters or {})
-    binary = given.pop("binary_data", default)
-    if given:
-        raise InvalidContent(
-            f"output {output.name!r:.60} has an unknown parameter: got {next(iter(given))!r:.60}, "
-            "expected binary_data; classification and shared memory are not supported"
-        )
-    if not isinstance(binary, bool):
-        raise InvalidContent(
-            f"output {output.name!r:.60} has an invalid binary_data: got {format_value(binary)}, "
-            "expected true or false"
-        )
-    return binary
+    given = output.parameters
+    return default if given is None or not given.model_fields_set else given.binary_data
