@@ -118,7 +118,7 @@ class Layer:
         """The arrays of a run that follow from the fields: frequencies and slopes."""
         arrays = {}
         if self.options.rope is not None:
-            arrays[FREQUENCIES] = self.options.rope.frequencies(self.head_width)
+            arrays[FREQUENCIES] = self.options.rope.radians(self.head_width)
         if self.options.alibi:
             exact = np.float64 if self.weights["query.weight"].dtype == np.float64 else np.float32
             arrays[SLOPES] = alibi.slopes(self.options.heads or 1).astype(exact)
