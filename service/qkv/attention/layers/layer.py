@@ -33,12 +33,17 @@ class LoadedProperties(NamedTuple):
         parameters: of a variant, as the checkpoint's configuration has them.
         norm: in front of the attention; None: there is none, or it is not known.
         ignored: fields of the checkpoint's configuration that its operator passes over.
+        proof: error, length and versions of a description that was compared with the real module;
+            None: it was not.
+        max_length: tokens for which the description holds; None: any number.
     """
 
     name: str
     parameters: Mapping[str, Any]
     norm: InputNorm | None
     ignored: tuple[str, ...] = ()
+    proof: Mapping[str, Any] | None = None
+    max_length: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
