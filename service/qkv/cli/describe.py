@@ -71,4 +71,7 @@ def _lines(described: Described) -> list[str]:
             f"kind {number}: {layers}, error {kind.error:.1e}, up to {kind.length} tokens: "
             f"{', '.join(kind.blocks[:_LISTED])}{more}"
         )
-    return [*lines, *(f"{name} is not described: {why}" for name, why in described.refused.items())]
+    return [
+        *lines,
+        *(f"{name} is not described: it has {why}" for name, why in described.refused.items()),
+    ]

@@ -49,6 +49,7 @@ _LENGTH: Final = 64  # tokens of a run
 _MAX_CONFIG: Final = 16 << 20  # bytes
 _SMALL: Final = (8, 16)  # windows that a run crosses
 _WINDOWS: Final = re.compile(r".*(window|chunk|local|block|span|segment|sparse|stride|bucket).*")
+_SPARSE: Final = re.compile(r".*(sparse|index_(topk|block|head|n_head)|top_?k_block).*")
 _LENGTHS: Final = re.compile(r".*(position|length|context|ctx|max_seq).*")
 _MAX_LENGTH: Final = 1 << 24
 _MAX_TRIES: Final = 4
@@ -229,7 +230,7 @@ class _Model:
             Unfit: it has a part that no description holds.
         """
         if layer.path not in self._near:
-            raise Unfit("a run: its module was not called on random inputs")
+            raise Unfit("a module that was not called on random inputs")
         module, near = self._model.get_submodule(layer.path), self._near[layer.path]
         run = Run(near, range(run_length(near)))
         problem = Unfit("")
@@ -284,14 +285,18 @@ class _Model:
             if length and (far is None or far.call is None):
                 continue
             far_run = None if far is None else Run(far, doubling(length))
-            fields = find_fields(whole, layer.names, module, run, far_run, tables)
+            try:
+                fields = find_fields(whole, layer.names, module, run, far_run, tables)
+            except Unfit as unfit:  # such as a temperature that begins at some position
+                problem = unfit
+                continue
             if fields["positions"] == "rotary" and self._has_axes:
                 raise Unfit("positions of several axes, which only tokens of a text share")
             error = error_of(whole, fields, module, run.record, run.x, tensors)
             if error <= TOLERANCE:
                 return fields, length or len(run.positions)
             problem = Unfit(
-                f"what makes the error {error:.1e} of the nearest description, {_short(fields)}"
+                f"a part that makes the error {error:.1e} of the nearest description, {_short(fields)}"
             )
         raise problem
 
@@ -336,7 +341,7 @@ class _Model:
             errors["its own numbers"] = error_of(whole, fields, module, run.record, run.x, own)
         for name, error in errors.items():
             if not error <= TOLERANCE:
-                raise Unfit(f"what makes the error {error:.1e} with {name}")
+                raise Unfit(f"a part that makes the error {error:.1e} with {name}")
         return max(errors.values())
 
 
@@ -375,7 +380,7 @@ def _read(prefix: str, layout: Layout, run: Run, tensors: Mapping[str, Array]) -
             return read_layer(options, layout.select(tensors, prefix))
         except QkvError as error:
             problem = problem or error.detail
-    raise Unfit(f"a layer that qkv holds: {problem}")
+    raise Unfit(f"weights that qkv refuses: {problem}")
 
 
 class _own_numbers:
@@ -414,7 +419,8 @@ class _Windows:
         near: the run with the real windows.
 
     Attributes:
-        is_crossed: every field that may be a window was set to smaller numbers.
+        is_crossed: every field that may be a window was set to smaller numbers, and no other one
+            says that queries choose their keys.
     """
 
     def __init__(
@@ -423,10 +429,11 @@ class _Windows:
         names: Mapping[str, Collection[str]],
         near: Mapping[str, LayerRecord],
     ) -> None:
-        self.is_crossed = True
+        document = config.to_dict()
+        # which keys a query sees may depend on their numbers, once there are more than some
+        self.is_crossed = not any(_SPARSE.fullmatch(name) for name in _names_in(document))
         self._near = near
         self._runs: list[tuple[int, list[dict[str, LayerRecord]]]] = []
-        document = config.to_dict()
         for path, name, value in _integers(document):
             if value < _LENGTH or not _WINDOWS.fullmatch(name) or HARMLESS.fullmatch(name):
                 continue
@@ -461,7 +468,7 @@ class _Windows:
 
 def _reach(records: Mapping[str, LayerRecord], path: str) -> tuple[int | None, int | None]:
     if path not in records or (call := records[path].call) is None:
-        raise Unfit("a run with smaller windows")
+        raise Unfit("no run with smaller windows")
     return window_of(call)
 
 
@@ -486,6 +493,15 @@ def _integers(value: Any, *path: str) -> Iterator[tuple[tuple[str, ...], str, in
             yield from _integers(each, *path, name)
         elif type(each) is int:
             yield (*path, name), str(name), each
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """Yields the names of the fields of a configuration that say something."""
+    for name, each in value.items():
+        if isinstance(each, dict):
+            yield from _names_in(each)
+        if each:
+            yield str(name)
 
 
 def _changed(document: Mapping[str, Any], path: Sequence[str], value: int) -> dict[str, Any]:

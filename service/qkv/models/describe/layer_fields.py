@@ -49,7 +49,7 @@ class Run(NamedTuple):
             Unfit: there is none.
         """
         if self.record.call is None:
-            raise Unfit(f"an attention call: {self.record.missed}")
+            raise Unfit(f"no attention call that was captured: {self.record.missed}")
         return self.record.call
 
     @property
@@ -65,7 +65,7 @@ class Run(NamedTuple):
             x = x[None]
         if x is None or x.dim() != 3 or tuple(x.shape[:2]) != shape:
             got = "nothing" if x is None else list(x.shape)
-            raise Unfit(f"embeddings of axes (B, L, M) as its input: got {got}")
+            raise Unfit(f"an input of other axes than (B, L, M): got {got}")
         return x
 
 

@@ -70,7 +70,7 @@ def error_of(
             found = behind(found + x_BLM * size)
     if expected is None or expected.numel() != found.numel():
         shape = None if expected is None else list(expected.shape)
-        raise Unfit(f"an output of the shape {list(found.shape)}: got {shape}")
+        raise Unfit(f"an output of another shape: got {shape}, expected {list(found.shape)}")
     expected = expected.reshape(found.shape)
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -92,7 +92,7 @@ def _output(
     try:
         response = attend("softmax", message)
     except QkvError as error:
-        raise Unfit(f"a layer that qkv holds: {error.detail}") from None
+        raise Unfit(f"weights that qkv refuses: {error.detail}") from None
     output = torch.from_numpy(np.array(response.tensors["output"].numpy()))
     return output.transpose(1, 2).flatten(2) if output.dim() == 4 else output
 
