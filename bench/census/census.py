@@ -98,14 +98,12 @@ class DescribedOutcome(NamedTuple):
         refused: what is missing, by the name of each layer without a description.
         problem: the reason why the model is not described at all; "" if it is.
         verdicts: of the described layers, as they are served.
-        layouts: of them.
     """
 
     case: Case
     refused: Mapping[str, str] = {}
     problem: str = ""
     verdicts: tuple[Verdict, ...] = ()
-    layouts: tuple[str, ...] = ()
 
     @property
     def is_wrong(self) -> bool:
@@ -128,8 +126,7 @@ def examine_described(case: Case) -> DescribedOutcome:
         proofs = {n: served.layers.describe(n)["proof"] for n in served.layers.names}
         compared = compare(model, served, TensorNames(model, folder))
         verdicts = tuple(v for v in compared if proofs.get(v.layer) is not None)
-        layouts = {served.layers[n].layout.name for n, proof in proofs.items() if proof}
-        return DescribedOutcome(case, described.refused, "", verdicts, tuple(sorted(layouts)))
+        return DescribedOutcome(case, described.refused, "", verdicts)
 
 
 def examine(case: Case, *, answers: bool = True) -> Outcome:

@@ -103,26 +103,24 @@ def table_of_served(outcomes: Sequence[Outcome]) -> Table:
 
 
 def table_of_described(outcomes: Sequence[DescribedOutcome]) -> Table:
-    """Returns the model types of which layers are described, by the layout of these."""
+    """Returns the model types of which layers are described."""
     found = [o for o in outcomes if any(v.kind == "right" for v in o.verdicts)]
-    names = sorted({_layouts(outcome) for outcome in found})
     rows: list[list[Cell]] = []
-    for name in names:
-        types = [
-            o.case.model_type + (r"\*" if o.refused else "") for o in found if _layouts(o) == name
-        ]
-        rows.append([name, ", ".join(types)])
+    for what, is_part in (("all that a layout holds", False), ("some", True)):
+        names = [o.case.model_type for o in found if bool(o.refused) == is_part]
+        rows.append([what, ", ".join(sorted(names)), len(names)])
     layers = Counter(v.kind for o in outcomes for v in o.verdicts)
     note = (
-        f"Of {len(outcomes)} types, {len(found)} have described layers, "
-        f"{sum(not o.refused for o in found)} of them all that a layout holds. Of these layers, as "
-        f"they are served, {layers['right']} are right within 1e-3 of the largest number, and "
+        f"Of {len(outcomes)} types, {len(found)} have described layers. Of these layers, as they "
+        f"are served, {layers['right']} are right within 1e-3 of the largest number, and "
         f"{layers['wrong']} are wrong."
     )
-    return Table("described", ["layout", "model types"], rows, labels=2, note=note)
+    return Table(
+        "described", ["described layers", "model types", "count"], rows, labels=2, note=note
+    )
 
 
-def _layouts(outcome: Outcome | DescribedOutcome) -> str:
+def _layouts(outcome: Outcome) -> str:
     return " and ".join(f"`{name}`" for name in outcome.layouts)
 
 

@@ -28,7 +28,6 @@ class LayerRecord:
     Attributes:
         args, kwargs: of the module.
         inputs: the first one of each module inside it that is known to have weights, by name.
-        outputs: the same of their outputs.
         output: the first one of the module; None: it has not returned.
         call: of attention; None: none was captured.
         missed: the reason for that.
@@ -37,7 +36,6 @@ class LayerRecord:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
     output: Tensor | None = None
     call: AttentionCall | None = None
     missed: str = "it makes no attention call that qkv can see"
@@ -126,7 +124,7 @@ def _hook(
         def note(module: nn.Module, args: Any, output: Any) -> None:
             found = records.get(path)
             if found is not None and found.output is None and args and name not in found.inputs:
-                found.inputs[name], found.outputs[name] = args[0], output
+                found.inputs[name] = args[0]
 
         return note
 
