@@ -81,6 +81,7 @@ layouts: .venv/.installed ## compare layers with real modules, into docs/layouts
 
 census: .venv/.installed ## serve small models of all types and compare, into docs/serve-a-model.md
 	@PYTHONPATH=bench .venv/bin/python -m census --variants --write $(ARGS)
+	@PYTHONPATH=bench .venv/bin/python -m census --described --write $(ARGS)
 
 speed: .venv/.installed ## time every variant beside plain torch, into docs/speed.md and .svg
 	@.venv/bin/python bench/speed.py --write $(ARGS)

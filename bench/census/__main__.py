@@ -1,6 +1,8 @@
 """Command: serves small models of every type of transformers, and compares their layers.
 
-    PYTHONPATH=bench python -m census [--variants] [--write] [--debug] [type ...]
+    PYTHONPATH=bench python -m census [--described] [--variants] [--write] [--debug] [type ...]
+
+With --described, the models are described by `qkv describe` instead.
 
 It ends with status 1 if a layer is served with wrong numbers.
 """
@@ -16,12 +18,19 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-from tables import DOCS, Results, describe_machine, write_page
+from tables import DOCS, Results, Table, describe_machine, write_page
 
 from census import known_fields
-from census.census import Case, Outcome, examine
+from census.census import Case, DescribedOutcome, Outcome, examine, examine_described
 from census.known_variants import variants_of
-from census.report import lines_of, summary, table_of_kinds, table_of_served
+from census.report import (
+    lines_of,
+    lines_of_described,
+    summary,
+    table_of_described,
+    table_of_kinds,
+    table_of_served,
+)
 from census.small_configs import model_types
 from qkv.jobs.loaded.known_models import KNOWN
 
@@ -38,11 +47,19 @@ def run(cases: Sequence[Case]) -> list[Outcome]:
     return outcomes
 
 
-def write(outcomes: Sequence[Outcome]) -> None:
-    """Writes the tables of all types into the page."""
+def run_described(cases: Sequence[Case]) -> list[DescribedOutcome]:
+    """Describes models and prints what becomes of each."""
+    outcomes = []
+    for case in cases:
+        outcomes.append(examine_described(case))
+        print("\n".join(lines_of_described(outcomes[-1])), flush=True)
+    return outcomes
+
+
+def write(tables: Sequence[Table]) -> None:
+    """Writes tables of all types into the page."""
     versions = {"transformers": importlib.metadata.version("transformers")}
     header = describe_machine(dtype="float32, cpu", **versions, date=time.strftime("%Y-%m-%d"))
-    tables = [table_of_kinds(outcomes), table_of_served(outcomes)]
     write_page(PAGE, Results("make census", header, tables))
 
 
@@ -52,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", help="types of models; default: all")
     parser.add_argument("--variants", action="store_true", help="also variants of known types")
     parser.add_argument("--write", action="store_true", help="write the page and the known fields")
+    parser.add_argument("--described", action="store_true", help="describe the models")
     parser.add_argument("--debug", action="store_true", help="print why a part does not run")
     options = parser.parse_args(arguments)
     if options.write and options.names:
@@ -60,11 +78,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging.basicConfig(level=logging.WARNING)
         logging.getLogger("census").setLevel(logging.DEBUG)
     torch.set_num_threads(1)
+    cases = [Case(name) for name in options.names or model_types()]
+    if options.described:
+        described = run_described(cases)
+        table = table_of_described(described)
+        print(table.note)
+        if options.write:
+            write([table])
+        sys.exit(any(outcome.is_wrong for outcome in described))
     if options.write:
         known_fields.FILE.write_text(known_fields.as_text())
-    outcomes = run([Case(name) for name in options.names or model_types()])
+    outcomes = run(cases)
     if options.write:
-        write(outcomes)
+        write([table_of_kinds(outcomes), table_of_served(outcomes)])
     if options.variants:
         known = [name for name in options.names or KNOWN if name in KNOWN]
         outcomes += run([case for name in known for case in variants_of(name)])

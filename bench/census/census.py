@@ -20,8 +20,11 @@ from census.comparison import (
 )
 from census.real_model import NotBuilt, build, quiet, save
 from census.served_model import ServedModel
+from qkv.errors import QkvError
+from qkv.models.describe.described_model import describe
+from qkv.models.describe.toml_text import toml_of
 
-__all__ = ["Answered", "Case", "Outcome", "examine"]
+__all__ = ["Answered", "Case", "DescribedOutcome", "Outcome", "examine", "examine_described"]
 
 _ASKS: Final = re.compile(r"; write (below|into) ")
 _NO_LAYER: Final = re.compile(r"has 0 attention layers")
@@ -85,6 +88,45 @@ class Outcome(NamedTuple):
         """True if a layer is served with wrong numbers."""
         after = () if self.answered is None else self.answered.verdicts
         return any(verdict.kind == "wrong" for verdict in (*self.verdicts, *after))
+
+
+class DescribedOutcome(NamedTuple):
+    """Result of a model whose layers `qkv describe` described.
+
+    Attributes:
+        case: the model.
+        refused: what is missing, by the name of each layer without a description.
+        problem: the reason why the model is not described at all; "" if it is.
+        verdicts: of the described layers, as they are served.
+    """
+
+    case: Case
+    refused: Mapping[str, str] = {}
+    problem: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def is_wrong(self) -> bool:
+        """True if a described layer is served with wrong numbers."""
+        return any(verdict.kind == "wrong" for verdict in self.verdicts)
+
+
+def examine_described(case: Case) -> DescribedOutcome:
+    """Builds a model, describes it, serves what is described, and compares it."""
+    with tempfile.TemporaryDirectory() as name, quiet():
+        folder = Path(name)
+        try:
+            model = build(case.model_type, _class(case.model_class), **case.changes)
+            save(model, folder)
+            described = describe(folder)
+        except (NotBuilt, QkvError) as error:
+            return DescribedOutcome(case, problem=str(error))
+        (folder / "qkv.toml").write_text(toml_of(described))
+        served = ServedModel(folder)
+        proofs = {n: served.layers.describe(n)["proof"] for n in served.layers.names}
+        compared = compare(model, served, TensorNames(model, folder))
+        verdicts = tuple(v for v in compared if proofs.get(v.layer) is not None)
+        return DescribedOutcome(case, described.refused, "", verdicts)
 
 
 def examine(case: Case, *, answers: bool = True) -> Outcome:

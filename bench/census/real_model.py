@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -14,18 +13,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
-from census.small_configs import LENGTH, WIDTH, small_config
+from census.small_configs import LENGTH, small_config
+from qkv.models.describe.drawn_model import quiet
+from qkv.models.describe.random_inputs import BATCH, draw_inputs, runners
 
 __all__ = ["BATCH", "Call", "NotBuilt", "build", "quiet", "record", "save", "tensors_in"]
 
-BATCH: Final = 2
 _log = logging.getLogger(__name__)
 _MAX_PARAMETERS: Final = 30_000_000
 _SCALE: Final = 1.2  # of a matrix, so that scores and norms matter
-_FRAMES: Final = 64
-_PATCHES: Final = 4  # at a side of an image
 
 
 class NotBuilt(Exception):
@@ -48,20 +45,6 @@ class Call:
     def x(self) -> Tensor | None:
         """The first argument that is a tensor of numbers."""
         return next((t for t in self.arguments.values() if _is_floating(t)), None)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps the warnings of transformers about sizes that no real model has."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(level)
 
 
 def build(model_type: str, model_class: Any = None, **changes: Any) -> PreTrainedModel:
@@ -137,12 +120,12 @@ def record(model: PreTrainedModel, paths: Iterable[str], needed: Iterable[str]) 
         for path, module in modules.items():
             for hook in _hooks(path, module, calls):
                 stack.callback(hook.remove)
-        for runner in _runners(model):
+        for runner in runners(model):
             if calls.keys() >= {*needed}:
                 break
             torch.manual_seed(3)
             try:
-                runner(**_inputs(runner))
+                runner(**draw_inputs(runner, LENGTH))
             except Exception:  # its other parts still run
                 _log.debug("%s does not run", type(runner).__name__, exc_info=True)
     return calls
@@ -196,94 +179,3 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _runners(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Yields the model, then its parts that are models, the larger ones first."""
-    yield model
-    for part in model.modules():
-        if part is not model and isinstance(part, PreTrainedModel):
-            yield part
-    for part in model.modules():  # encoders and stacks of layers that are no models
-        names = list(inspect.signature(part.forward).parameters)
-        is_stack = names[:1] and names[0] in ("inputs_embeds", "hidden_states", "hidden_state")
-        if is_stack and not isinstance(part, PreTrainedModel) and not _is_time_first(part):
-            yield part
-
-
-def _is_time_first(part: nn.Module) -> bool:
-    """Returns True if a module has attention whose inputs have the axes (L, B, M)."""
-    every = (m for m in part.modules() if isinstance(m, nn.MultiheadAttention))
-    return any(not module.batch_first for module in every)
-
-
-def _inputs(model: nn.Module) -> dict[str, Any]:
-    """Returns random inputs for the arguments that a model needs."""
-    parameters = inspect.signature(model.forward).parameters
-    config = getattr(model, "config", None)
-    needed = {n for n, p in parameters.items() if p.default is p.empty and p.kind != p.VAR_KEYWORD}
-    needed |= {getattr(model, "main_input_name", "input_ids"), "bbox"} & parameters.keys()
-    if getattr(config, "is_encoder_decoder", False):
-        needed |= {"decoder_input_ids"} & parameters.keys()
-    if not needed & {*_MAKERS}:
-        needed |= set(list(parameters)[:1])
-    made = {n: make(config) for n, make in _MAKERS.items() if n in needed and n in parameters}
-    if "grid_thw" in made:  # patches of an image, side by side
-        first = next(iter(parameters))
-        made[first] = torch.randn(_PATCHES * _PATCHES, _numbers_of_patch(config))
-    return made
-
-
-def _numbers_of_patch(config: Any) -> int:
-    """Returns how many numbers a patch of an image or a video has."""
-    channels = _first(config, ("in_channels", "in_chans", "num_channels"), 3)
-    side = _first(config, ("patch_size",), 8)
-    return channels * _first(config, ("temporal_patch_size",), 1) * side * side
-
-
-def _tokens(config: Any) -> Tensor:
-    return torch.randint(10, 90, (BATCH, LENGTH))
-
-
-def _embeddings(config: Any) -> Tensor:
-    return torch.randn(BATCH, LENGTH, _first(config, ("hidden_size", "d_model", "dim"), WIDTH))
-
-
-def _first(config: Any, names: Sequence[str], default: int) -> int:
-    """Returns the first of these fields that is an integer."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), default)
-
-
-def _pixels(config: Any) -> Tensor:
-    vision = getattr(config, "vision_config", config)
-    side = getattr(vision, "image_size", 32)
-    sides = tuple(side) if isinstance(side, tuple | list) else (side or 32,) * 2
-    channels = getattr(vision, "num_channels", 3)
-    return torch.randn(BATCH, channels, *sides)
-
-
-def _features(config: Any) -> Tensor:
-    audio = getattr(config, "audio_config", config)
-    names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_dim")
-    bins = _first(audio, names, 16)
-    if audio.model_type in ("whisper", "qwen2_audio_encoder", "voxtral_encoder", "moonshine"):
-        return torch.randn(BATCH, bins, 2 * getattr(audio, "max_source_positions", _FRAMES))
-    return torch.randn(BATCH, _FRAMES, bins)
-
-
-_MAKERS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "input_ids": _tokens,
-    "decoder_input_ids": _tokens,
-    "attention_mask": lambda config: torch.ones(BATCH, LENGTH, dtype=torch.long),
-    "inputs_embeds": _embeddings,
-    "hidden_states": _embeddings,
-    "hidden_state": _embeddings,
-    "pixel_values": _pixels,
-    "pixel_values_videos": lambda config: _pixels(config)[:, None].repeat(1, 4, 1, 1, 1),
-    "input_features": _features,
-    "input_values": lambda config: torch.randn(BATCH, 4000),
-    "bbox": lambda config: torch.randint(0, 20, (BATCH, LENGTH, 4)).cumsum(-1),
-    "grid_thw": lambda config: torch.tensor([[1, _PATCHES, _PATCHES]]),
-    "position_ids": lambda config: torch.arange(LENGTH).expand(BATCH, LENGTH),
-}

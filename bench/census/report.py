@@ -8,10 +8,17 @@ from typing import Final
 
 from tables import Cell, Table
 
-from census.census import Outcome
+from census.census import DescribedOutcome, Outcome
 from census.comparison import Verdict
 
-__all__ = ["lines_of", "summary", "table_of_kinds", "table_of_served"]
+__all__ = [
+    "lines_of",
+    "lines_of_described",
+    "summary",
+    "table_of_described",
+    "table_of_kinds",
+    "table_of_served",
+]
 
 _KINDS: Final = {
     "served": "are served as they are, some with a tower that asks or is refused",
@@ -32,6 +39,15 @@ def lines_of(outcome: Outcome) -> Iterator[str]:
         if answered.problem:
             yield f"          {answered.problem[:600]}"
         yield from _faults(answered.verdicts)
+
+
+def lines_of_described(outcome: DescribedOutcome) -> Iterator[str]:
+    """Yields what became of a model that was described, and of each layer that is not right."""
+    yield f"{outcome.case.name}{_tally(outcome.verdicts)}, {len(outcome.refused)} refused"
+    if outcome.problem:
+        yield f"          {outcome.problem[:300]}"
+    yield from (f"        {layer}: {why[:200]}" for layer, why in outcome.refused.items())
+    yield from _faults(outcome.verdicts)
 
 
 def _tally(verdicts: Sequence[Verdict]) -> str:
@@ -84,6 +100,24 @@ def table_of_served(outcomes: Sequence[Outcome]) -> Table:
         [name, ", ".join(_name(o) for o in served if _layouts(o) == name)] for name in names
     ]
     return Table("served", ["layout", "model types"], rows, labels=2)
+
+
+def table_of_described(outcomes: Sequence[DescribedOutcome]) -> Table:
+    """Returns the model types of which layers are described."""
+    found = [o for o in outcomes if any(v.kind == "right" for v in o.verdicts)]
+    rows: list[list[Cell]] = []
+    for what, is_part in (("all that a layout holds", False), ("some", True)):
+        names = [o.case.model_type for o in found if bool(o.refused) == is_part]
+        rows.append([what, ", ".join(sorted(names)), len(names)])
+    layers = Counter(v.kind for o in outcomes for v in o.verdicts)
+    note = (
+        f"Of {len(outcomes)} types, {len(found)} have described layers. Of these layers, as they "
+        f"are served, {layers['right']} are right within 1e-3 of the largest number, and "
+        f"{layers['wrong']} are wrong."
+    )
+    return Table(
+        "described", ["described layers", "model types", "count"], rows, labels=2, note=note
+    )
 
 
 def _layouts(outcome: Outcome) -> str:

@@ -13,6 +13,7 @@ from qkv.cli.attend import attend, gradients
 from qkv.cli.check_variant import check_variant
 from qkv.cli.compare import compare
 from qkv.cli.convert import convert
+from qkv.cli.describe import describe
 from qkv.cli.detect import detect
 from qkv.cli.errors import OneLineErrorGroup, one_line_errors
 from qkv.cli.layers import layers
@@ -107,6 +108,7 @@ for command in (
     compare,
     sweep,
     layers,
+    describe,
     convert,
     detect,
     check_variant,

@@ -195,7 +195,7 @@ def _position(
         weights[FREQUENCIES],
         positions,
         layer.rotary_order,
-        layer.options.rope.amplitude,
+        layer.options.rope.factor,
         inverse=inverse,
     )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from qkv.attention.layers.layer import Layer
 from qkv.jobs.plan import Plan
 from qkv.jobs.run_fields import unused_parameters
 
@@ -39,6 +40,16 @@ def _annotations(plan: Plan) -> dict[str, Any]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """Returns the parameters of a loaded layer that the variant lacks, which are not applied."""
+    """Returns the parameters of a loaded layer that the variant lacks, and its proof."""
     layer = plan.inputs.layer
-    return [] if layer is None else unused_parameters(plan.variant, layer)
+    return [] if layer is None else [*unused_parameters(plan.variant, layer), *_proof(layer)]
+
+
+def _proof(layer: Layer) -> Iterator[str]:
+    """Yields a sentence about a layer whose description was proven."""
+    if layer.loaded is not None and (proof := layer.loaded.proof) is not None:
+        versions = ", ".join(f"{name} {version}" for name, version in proof["versions"].items())
+        yield (
+            f"{layer.loaded.name} was compared with the real module: an error of "
+            f"{proof['error']:.1e}, for up to {proof['length']} tokens, with {versions}"
+        )

@@ -85,6 +85,7 @@ class Inputs(NamedTuple):
         sent_shapes = {name: message.tensors[name].shape for name in specs}
         dtype = _common_dtype(variant, dtypes, layer)
         shapes, axes = _bind_shapes(variant, sent_shapes, layer)
+        _check_length(parameters, layer, shapes)
         names = {*specs} if layer is None else layer.variant_inputs.union(specs)
         state.check_names(variant, parameters, names)
         axes.sizes.update(variant.infer_sizes(axes.sizes, parameters, names))
@@ -299,6 +300,27 @@ def _bind_shapes(
     axes = bind_axes(variant, {n: shapes[n] for n in variant.tensors if n in shapes}, heads)
     rest = {n: s for n, s in axes.shapes.items() if n not in roles}
     return rest | embedding_shapes, axes
+
+
+def _check_length(
+    parameters: pydantic.BaseModel, layer: Layer | None, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Checks that a request has no more tokens than a layer's description holds for.
+
+    Raises:
+        InvalidContent: it has.
+    """
+    if layer is None or layer.loaded is None or (most := layer.loaded.max_length) is None:
+        return
+    offset = getattr(parameters, "query_offset", 0)
+    for name in ("x", *ROLES):
+        first = offset if isinstance(offset, int) and name in ("x", "query") else 0
+        if name in shapes and (length := shapes[name][1] + first) > most:
+            raise InvalidContent(
+                f"{name} is too long: got {length} tokens, expected at most {most}, for which the "
+                f"description of {layer.loaded.name} holds (longer = true in qkv.toml allows more)",
+                pointer=_pointer(name),
+            )
 
 
 def _check_output_projection(variant: Variant, layer: Layer | None, axes: AxisSizes) -> None:

@@ -139,6 +139,9 @@ def _changed(layer: Layer, changes: Mapping[str, object]) -> Layer:
             f"{layer.loaded.name} has no norm in front of its attention",
             pointer=pointer_to("layer", "input"),
         )
-    changed = replace(layer, options=options)
+    loaded = layer.loaded
+    if changes.keys() - {"input"}:  # it is no more what was compared with the real module
+        loaded = loaded._replace(proof=None)
+    changed = replace(layer, options=options, loaded=loaded)
     layer_checks.check(changed)
     return changed

@@ -16,6 +16,7 @@ __all__ = [
     "FittingLayout",
     "FoundLayer",
     "HeadCounts",
+    "LayerProof",
     "LayersResponse",
     "LoadedCheckpoint",
     "LoadedLayer",
@@ -77,6 +78,14 @@ class LayersResponse(Response):
     max_body_bytes: Annotated[Count, doc("The largest body of a run that this service accepts.")]
 
 
+class LayerProof(Response):
+    """The proof of a description, which `qkv describe` compared with the real module."""
+
+    error: Annotated[NonNegative, doc("The largest one, relative to the largest output.")]
+    length: Annotated[PositiveCount, doc("Tokens for which the description holds.")]
+    versions: Annotated[Mapping[str, str], doc("Of the packages that ran the model.")]
+
+
 class LoadedLayer(Response):
     """A layer that requests may name."""
 
@@ -108,6 +117,13 @@ class LoadedLayer(Response):
     inputs: Annotated[Sequence[_LayerInput], doc("The values of `layer.input`.")]
     ignored: Annotated[
         Sequence[str], doc("Fields of config.json that `ignore` in qkv.toml passes over.")
+    ]
+    proof: Annotated[
+        LayerProof | None,
+        doc("null: the layer is as config.json or lines by hand describe it, which nobody proved."),
+    ]
+    max_length: Annotated[
+        PositiveCount | None, doc("The most tokens of a request; null: any number.")
     ]
     bytes: Annotated[Count, doc("Of its weights.")]
 

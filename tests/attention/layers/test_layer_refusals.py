@@ -136,6 +136,16 @@ def test_output_of_key_heads_does_not_fit_the_output_projection(server: Server) 
     [
         ({"base": 1}, "/layer/rope/base"),
         ({"dims": 3}, "/layer/rope/dims"),
+        ({"frequencies": []}, "/layer/rope/frequencies"),
+        ({"frequencies": [1.0, "x"]}, "/layer/rope/frequencies/1"),
+        ({"frequencies": [1.0] * 9}, "/layer/rope/frequencies"),
+        ({"frequencies": [1.0], "base": 100.0}, "/layer/rope/base"),
+        ({"frequencies": [1.0], "dims": 4}, "/layer/rope/dims"),
+        (
+            {"frequencies": [1.0], "scaling": {"rope_type": "linear", "factor": 2.0}},
+            "/layer/rope/scaling",
+        ),
+        ({"amplitude": 0}, "/layer/rope/amplitude"),
         ({"scaling": {"rope_type": "linear"}}, "/layer/rope/scaling/factor"),
         ({"scaling": {"rope_type": "linear", "factor": 0}}, "/layer/rope/scaling/factor"),
         ({"nope": 1}, "/layer/rope/nope"),

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 from census import known_fields
-from census.census import Case, Outcome, examine
+from census.census import Case, Outcome, examine, examine_described
 from census.known_variants import YARN
 
 # building the models imports transformers, which takes seconds
@@ -68,6 +68,9 @@ REFUSED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 }
 ASKING: Final = "bart blip-2 dia llama4_text nanochat olmoe pegasus_x siglip speecht5 t5gemma yoso"
 
+DESCRIBED: Final = "arcee aya_vision bart cohere2_moe exaone4 helium hubert olmo3 seed_oss vit"
+"""Types that `qkv describe` describes, most of them unknown to the tables of this project."""
+
 
 def is_right(outcome: Outcome) -> bool:
     """Returns True if no layer is wrong, and the model could be built."""
@@ -106,3 +109,10 @@ def test_answered_type_is_right_or_not_served(model_type: str) -> None:
 
 def test_table_of_fields_is_that_of_transformers() -> None:
     assert known_fields.FILE.read_text() == known_fields.as_text()
+
+
+@pytest.mark.parametrize("model_type", DESCRIBED.split())
+def test_described_type_is_served_right(model_type: str) -> None:
+    outcome = examine_described(Case(model_type))
+    assert not outcome.problem
+    assert {verdict.kind for verdict in outcome.verdicts} == {"right"}, outcome

@@ -69,7 +69,8 @@ def convert(
     from_order = layer.layout.rotary_order if rope is None else layer.rotary_order
     order = to_order or writer.rotary_order or from_order
     if from_order is not None and order is not None and order != from_order:
-        weights = _reordered(layer, weights, rope.dims if rope else None, order)
+        dims = None if rope is None else rope.turning_channels(layer.head_width)
+        weights = _reordered(layer, weights, dims, order)
     weights, heads = _in_groups(layer, weights, writer, grouped)
     # zeros change no result: gpt2 has them where another layout has no biases
     weights = {

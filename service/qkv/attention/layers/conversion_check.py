@@ -125,10 +125,10 @@ class _Attention:
             return x_LHD
         rope = self._options.rope or Rope()
         D = x_LHD.shape[-1]
-        if (rope.dims or D) % 2:
+        if rope.turning_channels(D) % 2:
             return x_LHD
-        angles = torch.arange(len(x_LHD)).double()[:, None] * torch.from_numpy(rope.frequencies(D))
-        turns = torch.polar(torch.full_like(angles, rope.amplitude), angles)[:, None]
+        angles = torch.arange(len(x_LHD)).double()[:, None] * torch.from_numpy(rope.radians(D))
+        turns = torch.polar(torch.full_like(angles, rope.factor), angles)[:, None]
         dims = 2 * angles.shape[-1]
         turned, rest = x_LHD[..., :dims], x_LHD[..., dims:]
         if self._order == "half":

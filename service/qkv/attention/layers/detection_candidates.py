@@ -138,6 +138,9 @@ def _ropes(given: Rope | None, width: int) -> Iterator[Rope]:
     orders: Sequence[Literal["half", "interleaved"]] = ("half", "interleaved")
     if given is not None and given.order is not None:
         orders = (given.order,)
+    if given is not None and given.frequencies is not None:
+        yield from (given.model_copy(update={"order": order}) for order in orders)
+        return
     bases = _BASES if given is None else (given.base,)
     if given is not None and given.dims is not None:
         dims: Iterable[int | None] = [given.dims] if given.dims <= width else []
@@ -151,5 +154,5 @@ def _ropes(given: Rope | None, width: int) -> Iterator[Rope]:
             if part == width or part <= _MAX_ROTATED
         ]
     for order, base, part in itertools.product(orders, bases, dims):
-        scaling = None if given is None else given.scaling
-        yield Rope(base=base, order=order, dims=part, scaling=scaling)
+        known = {"base": base, "order": order, "dims": part}
+        yield (given or Rope()).model_copy(update=known)

@@ -111,10 +111,10 @@ class SplitOutputs:
             if weight is not None and norm is not None:
                 x_BHND = normalize(x_BHND, self._tensor(weight), norm)
             if rope is not None:
-                frequencies = torch.from_numpy(rope.frequencies(x.shape[-1]))
+                frequencies = torch.from_numpy(rope.radians(x.shape[-1]))
                 positions = torch.arange(x.shape[-2], dtype=torch.float64)
                 order = rope.order or "half"
-                x_BHND = rotate(x_BHND, frequencies, positions, order, rope.amplitude)
+                x_BHND = rotate(x_BHND, frequencies, positions, order, rope.factor)
             parts.append(x_BHND[0])
         return parts[0], parts[1]
 

@@ -33,12 +33,17 @@ class LoadedProperties(NamedTuple):
         parameters: of a variant, as the checkpoint's configuration has them.
         norm: in front of the attention; None: there is none, or it is not known.
         ignored: fields of the checkpoint's configuration that its operator passes over.
+        proof: error, length and versions of a description that was compared with the real module;
+            None: it was not.
+        max_length: tokens for which the description holds; None: any number.
     """
 
     name: str
     parameters: Mapping[str, Any]
     norm: InputNorm | None
     ignored: tuple[str, ...] = ()
+    proof: Mapping[str, Any] | None = None
+    max_length: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +123,7 @@ class Layer:
         """The arrays of a run that follow from the fields: frequencies and slopes."""
         arrays = {}
         if self.options.rope is not None:
-            arrays[FREQUENCIES] = self.options.rope.frequencies(self.head_width)
+            arrays[FREQUENCIES] = self.options.rope.radians(self.head_width)
         if self.options.alibi:
             exact = np.float64 if self.weights["query.weight"].dtype == np.float64 else np.float32
             arrays[SLOPES] = alibi.slopes(self.options.heads or 1).astype(exact)

@@ -6,6 +6,7 @@ import numpy as np
 
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_weights import ROLES, SINKS, Weights, gate_problem
+from qkv.attention.layers.rope import Rope
 from qkv.errors import InvalidContent, format_value
 
 __all__ = ["check", "check_numbers"]
@@ -127,14 +128,36 @@ def _check_heads(layer: Layer) -> None:
 
 def _check_rope(layer: Layer) -> None:
     rope, width = layer.options.rope, layer.head_width
-    if rope is not None and ((rope.dims or width) > width or (rope.dims or width) % 2):
+    if rope is None:
+        return
+    dims = rope.turning_channels(width)
+    if rope.frequencies is not None:
+        _check_alone(layer, rope, dims)
+    if dims > width or dims % 2:
+        field = "dims" if rope.frequencies is None else "frequencies"
         raise InvalidContent(
-            f"rope.dims is invalid: got {rope.dims or width}, expected an even number up to "
-            f"{width}, the width of a head",
-            pointer=f"{layer.pointer}/rope/dims",
+            f"rope.{field} is invalid: got {dims} channels that turn, expected an even number up "
+            f"to {width}, the width of a head",
+            pointer=f"{layer.pointer}/rope/{field}",
         )
-    if rope is not None and not np.isfinite(rope.frequencies(width)).all():
+    if not np.isfinite(rope.radians(width)).all():
         raise InvalidContent(
             "rope is invalid: its numbers give frequencies that are not finite",
             pointer=f"{layer.pointer}/rope",
         )
+
+
+def _check_alone(layer: Layer, rope: Rope, dims: int) -> None:
+    """Checks that nothing beside the frequencies of a rotary embedding gives others."""
+    default = Rope.model_fields["base"].default
+    for field, is_other in (
+        ("base", rope.base != default),
+        ("dims", rope.dims not in (None, dims)),
+        ("scaling", rope.scaling is not None),
+    ):
+        if is_other:
+            raise InvalidContent(
+                f"rope.{field} is not used beside rope.frequencies, which has the numbers of all "
+                "pairs: expected one of them",
+                pointer=f"{layer.pointer}/rope/{field}",
+            )

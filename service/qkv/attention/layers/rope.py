@@ -127,14 +127,38 @@ class Rope(pydantic.BaseModel):
         ),
     ] = None
     scaling: RopeScaling | None = None
+    frequencies: Annotated[
+        Annotated[
+            tuple[Annotated[float, pydantic.Field(ge=-1e3, le=1e3)], ...],
+            pydantic.Strict(False),  # JSON and TOML have lists
+            pydantic.Field(min_length=1, max_length=32768),
+        ]
+        | None,
+        pydantic.Field(
+            description="Radians per position of each pair of channels, in place of base, dims and "
+            "scaling: any scaling at a fixed length is such a list."
+        ),
+    ] = None
+    amplitude: Annotated[
+        _Positive | None,
+        pydantic.Field(
+            description="Factor of the channels that turn. By default that of the scaling, else 1."
+        ),
+    ] = None
 
-    def frequencies(self, width: int) -> Array:
+    def turning_channels(self, width: int) -> int:
+        """Returns the number of channels of a head of this width that turn."""
+        return self.dims or width if self.frequencies is None else 2 * len(self.frequencies)
+
+    def radians(self, width: int) -> Array:
         """Returns radians per position of each pair: (dims / 2,) in float64.
 
         Args:
             width: of a head.
         """
-        dims = self.dims or width
+        if self.frequencies is not None:
+            return np.array(self.frequencies)
+        dims = self.turning_channels(width)
         frequencies = self.base ** -(np.arange(0, dims, 2, dtype=np.float64) / dims)
         return (
             frequencies
@@ -143,9 +167,10 @@ class Rope(pydantic.BaseModel):
         )
 
     @property
-    def amplitude(self) -> float:
+    def factor(self) -> float:
         """The factor of the rotated channels."""
-        return 1.0 if self.scaling is None else self.scaling.amplitude
+        of_scaling = 1.0 if self.scaling is None else self.scaling.amplitude
+        return of_scaling if self.amplitude is None else self.amplitude
 
 
 def rotate(

@@ -135,11 +135,14 @@ def _read(name: str, part: LayerPart, checkpoint: Checkpoint, memory: WeightMemo
     check_numbers(part.layer, weights)
     for weight, tensor in part.norm.items():
         weights[weight] = memory.copy(checkpoint.read(tensor).numpy())
-    norm = part.settings.norm if part.norm else None
-    return replace(
-        part.layer,
-        tensors={},
-        weights=weights,
-        ignored=(),
-        loaded=LoadedProperties(name, part.settings.parameters, norm, part.settings.ignored),
+    settings = part.settings
+    mark = settings.mark
+    loaded = LoadedProperties(
+        name,
+        settings.parameters,
+        settings.norm if part.norm else None,
+        settings.ignored,
+        None if mark is None else mark.model_dump(exclude={"digest"}),
+        None if mark is None or settings.is_longer else mark.length,
     )
+    return replace(part.layer, tensors={}, weights=weights, ignored=(), loaded=loaded)

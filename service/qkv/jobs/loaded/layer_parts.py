@@ -1,14 +1,15 @@
 """Finds the attention layers of a checkpoint by names and shapes, and checks all but numbers.
 
 The layers of a stack of blocks are served together or not at all, because a later block may need
-what the first one has. Another stack of the same checkpoint may be served without them.
+what the first one has. A described layer was compared with the real module, so that it needs no
+other. Another stack of the same checkpoint may be served without them.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -27,7 +28,7 @@ from qkv.jobs.loaded.model_parts import stack_of
 from qkv.tensors import DTYPES, FLOATING
 from qkv.wire.checkpoint.checkpoint import Checkpoint
 
-__all__ = ["LayerPart", "find_parts"]
+__all__ = ["LayerPart", "find_parts", "places_of"]
 
 _NORMS: Final = ("input_layernorm", "ln_1", "layernorm_before", "layer_norm1", "ln_attn")
 """Modules that are in front of the attention in every model that has one of that name."""
@@ -85,10 +86,15 @@ def find_parts(
     files.check_all_used()
     reasons = {path: stack.reason(path) for path, stack in stacks.items()}
     unserved = {path: reason for path, reason in reasons.items() if reason is not None}
-    if len(unserved) == len(stacks):
+    served = [
+        part
+        for path, stack in stacks.items()
+        for part in stack.parts
+        if path not in unserved or part.settings.mark is not None
+    ]
+    if not served:
         raise InvalidContent(" | ".join(unserved.values()))
-    served = [stack for path, stack in stacks.items() if path not in unserved]
-    return [part for stack in served for part in stack.parts], unserved
+    return served, unserved
 
 
 class _Finder:
@@ -116,12 +122,11 @@ class _Finder:
                 f"{_describe(self._shapes)}, expected 1 to {_MAX_LAYERS} layers in the layouts "
                 f"{', '.join(layout_catalogue.known())}"
             )
-        blocks = Counter(_block(found.prefix) for found in found_layers)
+        places = places_of(found.prefix for found in found_layers)
         below = _below([found.prefix for found in found_layers], self._shapes)
         stacks: dict[str, _Stack] = {}
         for found in found_layers:
-            path, block = found.prefix.rstrip("."), _block(found.prefix)
-            place = block if blocks[block] == 1 else path
+            path, place = found.prefix.rstrip("."), places[found.prefix]
             if not _NAME.fullmatch(place):
                 raise InvalidContent(
                     f"a layer has a wrong name: got {place!r:.300}, expected at most 256 letters, "
@@ -256,6 +261,16 @@ def _describe(shapes: Shapes) -> str:
     listed = ", ".join(f"{name!r:.300}" for name in names) or "no tensor"
     kinds = [k for pattern, k in _OTHER_KINDS.items() if re.search(pattern, listed)]
     return f"{listed} ({', '.join(kinds)})" if kinds else listed
+
+
+def places_of(prefixes: Iterable[str]) -> dict[str, str]:
+    """Returns the name of each layer: the path of its block, or its own if a block has several."""
+    known = list(prefixes)
+    blocks = Counter(map(_block, known))
+    return {
+        prefix: _block(prefix) if blocks[_block(prefix)] == 1 else prefix.rstrip(".")
+        for prefix in known
+    }
 
 
 def _block(prefix: str) -> str:

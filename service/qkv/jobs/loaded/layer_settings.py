@@ -25,6 +25,7 @@ from qkv.attention.layers.layout_catalogue import Layout, Shapes
 from qkv.attention.layers.qk_norm import QKNorm
 from qkv.errors import InvalidContent, format_value
 from qkv.jobs.fields import field_error
+from qkv.jobs.loaded.layer_mark import Mark, digest_of
 from qkv.jobs.loaded.model_config import LayerConfig, read_config
 from qkv.wire.checkpoint.checkpoint import read_document
 from qkv.wire.plain_json import load_names
@@ -73,6 +74,8 @@ class _FileFields(LayerOptions):
     scale: Annotated[float, pydantic.Field(gt=0, le=1e6)] | Literal[False] | None = None
     input_norm: NormFields | None = None
     ignore: list[str] | None = None
+    mark: Mark | None = None
+    longer: bool = False
 
 
 class LayerSettings(NamedTuple):
@@ -84,6 +87,8 @@ class LayerSettings(NamedTuple):
         norm: in front of the attention; None: not known.
         norm_module: the name of its module beside the attention; None: a usual one.
         ignored: fields of the configuration that the operator's file passes over.
+        mark: of a description that was proven and not changed; None: there is none.
+        is_longer: requests may be longer than the description holds for.
     """
 
     options: LayerOptions
@@ -91,6 +96,8 @@ class LayerSettings(NamedTuple):
     norm: InputNorm | None
     norm_module: str | None
     ignored: tuple[str, ...]
+    mark: Mark | None = None
+    is_longer: bool = False
 
 
 class MissingLines(InvalidContent):
@@ -139,9 +146,12 @@ class ModelFiles:
         if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
             raise InvalidContent(f"{self._toml_path}: layers is wrong: expected tables of layers")
         self._tables: dict[str, dict[str, Any]] = tables
-        for fields in (self._toml, *tables.values()):
+        kinds = self._toml.pop("kinds", {})
+        self._kinds = _kinds_by_block(kinds, self._toml_path)
+        for fields in (self._toml, *tables.values(), *self._kinds.values()):
             self._validated(fields)
         self._unused = {f'[layers."{name}"]': "the beginning of a block's path" for name in tables}
+        self._unused |= {_in_kinds(block): "the name of a layer" for block in self._kinds}
         for fields in (self._toml, *tables.values()):
             for name in fields.get("ignore", ()):
                 self._unused[_ignore(name)] = "a field of config.json"
@@ -166,8 +176,11 @@ class ModelFiles:
         sizes = sizes_of(next(iter(layouts.values())), shapes)
         if len(layouts) == 1 and sizes.problem:
             raise InvalidContent(sizes.problem)
-        config = LayerConfig(asks=self._asks_without_config(layouts))
-        if self._config is not None:
+        mark = self._mark_of(block, shapes)
+        config = LayerConfig()  # a proven description has all that a layer needs
+        if mark is None:
+            config = LayerConfig(asks=self._asks_without_config(layouts))
+        if mark is None and self._config is not None:
             config = read_config(self._config, path, sizes.hidden_width, self._ignored(block))
             for name in config.ignored:
                 self._unused.pop(_ignore(name), None)
@@ -187,7 +200,8 @@ class ModelFiles:
         except pydantic.ValidationError as error:
             problem = field_error(error, list(LayerOptions.model_fields), nested=NESTED_FIELDS)
             raise InvalidContent(f"config.json: {problem.detail}") from None
-        return LayerSettings(options, parameters, norm, module, config.ignored)
+        is_longer = file_fields.longer
+        return LayerSettings(options, parameters, norm, module, config.ignored, mark, is_longer)
 
     def check_all_used(self) -> None:
         """Checks that the operator's file says nothing that belongs to no layer.
@@ -206,27 +220,45 @@ class ModelFiles:
         Only a table replaces positions of the configuration: a model with two parts may have the
         positions of one there.
         """
-        fields = dict(self._toml)
+        fields = self._lines_of(block)
         if config.positions is None:
             self._unused.pop("positions", None)
-        else:
+        elif not any("positions" in table for table in self._tables_of(block)):
             fields.pop("positions", None)
-        for name in self._tables_of(block):
-            fields |= self._tables[name]
+        for name in accumulate(block.split("."), "{}.{}".format):
             self._unused.pop(f'[layers."{name}"]', None)
+        self._unused.pop(_in_kinds(block), None)
         return self._validated(fields)
+
+    def _mark_of(self, block: str, shapes: Shapes) -> Mark | None:
+        """Returns the mark of a layer whose description is as it was proven; None: it is not."""
+        lines = self._lines_of(block)
+        mark = self._validated(lines).mark
+        if mark is None or mark.digest != digest_of(lines, lines["mark"], shapes):
+            return None
+        return mark
 
     def _ignored(self, block: str) -> tuple[str, ...]:
         """Returns the fields of the configuration that the operator's file passes over."""
-        fields = dict(self._toml)
-        for name in self._tables_of(block):
-            fields |= self._tables[name]
-        return tuple(fields.get("ignore", ()))
+        return tuple(self._lines_of(block).get("ignore", ()))
 
-    def _tables_of(self, block: str) -> list[str]:
-        """Returns the names of the tables of a block, the later ones before the earlier ones."""
+    def _lines_of(self, block: str) -> dict[str, Any]:
+        """Returns the lines of the operator's file for a block."""
+        lines = dict(self._toml)
+        for table in self._tables_of(block):
+            lines |= table
+        return lines
+
+    def _tables_of(self, block: str) -> list[Mapping[str, Any]]:
+        """Returns the tables of a block: the kind that it is of, and those with longer names last.
+
+        A line by hand replaces one of a kind, which then is not proven any more.
+        """
         names = accumulate(block.split("."), "{}.{}".format)
-        return [name for name in names if name in self._tables]
+        return [
+            *(self._kinds[name] for name in (block,) if name in self._kinds),
+            *(self._tables[name] for name in names if name in self._tables),
+        ]
 
     def _validated(self, fields: Mapping[str, Any]) -> _FileFields:
         """Returns fields of the operator's file.
@@ -282,6 +314,27 @@ class ModelFiles:
                 [asks[field] for field in missing],
                 self._toml_path,
             )
+
+
+def _kinds_by_block(kinds: object, path: Path) -> dict[str, dict[str, Any]]:
+    """Returns the table of each block in `blocks` of a kind, as `qkv describe` writes them.
+
+    Raises:
+        InvalidContent: they are no such tables.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for table in kinds.values() if isinstance(kinds, dict) else [kinds]:
+        blocks = table.get("blocks") if isinstance(table, dict) else None
+        is_list = isinstance(blocks, list) and all(isinstance(block, str) for block in blocks)
+        if not isinstance(table, dict) or not isinstance(blocks, list) or not is_list:
+            raise InvalidContent(f"{path}: kinds is wrong: expected tables with blocks, a list")
+        fields = {name: value for name, value in table.items() if name != "blocks"}
+        found |= dict.fromkeys(blocks, fields)
+    return found
+
+
+def _in_kinds(block: str) -> str:
+    return f'block "{block}" of [kinds]'
 
 
 def _ignore(name: str) -> str:

@@ -107,6 +107,8 @@ class LoadedLayers:
             "parameters": dict(layer.loaded.parameters),
             "inputs": ["attention", *(["residual"] if layer.loaded.norm is not None else [])],
             "ignored": list(layer.loaded.ignored),
+            "proof": layer.loaded.proof,
+            "max_length": layer.loaded.max_length,
             "bytes": layer.nbytes,
         }
 

@@ -1,0 +1,157 @@
+"""Models are described as they are, up to the length that was seen, or refused by a part's name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from census.comparison import TensorNames, compare
+from census.real_model import build, quiet, save
+from census.served_model import ServedModel
+from safetensors.torch import load_file, save_file
+
+from qkv.errors import InvalidContent
+from qkv.models.describe.described_model import Described, describe
+from qkv.models.describe.toml_text import toml_of
+
+# building the models imports transformers, which takes seconds
+pytestmark = pytest.mark.slow
+
+LENGTH: Final = 4096
+_ROPE: Final = {"rope_theta": 10000.0}
+ROPES: Final[dict[str, tuple[dict[str, Any], int]]] = {
+    "default": ({"rope_type": "default"}, LENGTH),
+    "linear": ({"rope_type": "linear", "factor": 4.0}, LENGTH),
+    "llama3": (
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+        LENGTH,
+    ),
+    "yarn": (
+        {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512,
+            "mscale": 0.7, "mscale_all_dim": 1.3,
+        },
+        LENGTH,
+    ),
+    "longrope": (
+        {
+            "rope_type": "longrope", "factor": 8.0, "original_max_position_embeddings": 512,
+            "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [4.0] * 8,
+        },
+        512,  # longer sequences have other frequencies
+    ),
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, LENGTH),
+}  # fmt: skip
+
+
+def described(folder: Path, model_type: str, **changes: Any) -> Described:
+    """Describes a small model, and checks that its layers are served right."""
+    with quiet():
+        model = build(model_type, **{"max_position_embeddings": LENGTH, **changes})
+        save(model, folder)
+        found = describe(folder)
+        (folder / "qkv.toml").write_text(toml_of(found))
+        served = ServedModel(folder)
+        verdicts = list(compare(model, served, TensorNames(model, folder)))
+    if found.kinds:
+        assert verdicts, served.problem
+        assert {verdict.kind for verdict in verdicts} == {"right"}, verdicts
+        listed = [served.layers.describe(name)["proof"] for name in served.layers.names]
+        proofs = [proof for proof in listed if proof is not None]
+        assert len(proofs) == sum(len(kind.blocks) for kind in found.kinds)
+        assert all(proof["error"] <= 1e-5 for proof in proofs)
+    return found
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_every_scaling_is_described_up_to_its_length(tmp_path: Path, name: str) -> None:
+    rope, length = ROPES[name]
+    found = described(tmp_path, "llama", rope_parameters=_ROPE | rope)
+    (kind,) = found.kinds
+    assert kind.blocks == ["layers.0", "layers.1"]
+    assert kind.length == length
+    assert ("base" in kind.fields["rope"]) == (name in ("default", "dynamic"))
+
+
+def test_kinds_of_layers_have_a_table_each(tmp_path: Path) -> None:
+    found = described(tmp_path, "gemma3_text", sliding_window=1000)
+    local, whole = found.kinds
+    assert local.fields["window"] == [999, 0]
+    assert local.fields["rope"] == {"order": "half", "base": 10000.0}
+    assert local.fields["qk_norm"] == {"eps": 1e-6, "offset": 1}
+    assert whole.fields["rope"] == {"order": "half", "base": 1000000.0}
+    assert "window" not in whole.fields
+    assert local.length == whole.length == LENGTH
+
+
+def test_window_of_both_sides_is_crossed(tmp_path: Path) -> None:
+    changes = {"use_bidirectional_attention": True, "sliding_window": 1000}
+    (local, _) = described(tmp_path, "gemma3_text", **changes).kinds
+    left, right = local.fields["window"]
+    assert left == right
+    assert not local.fields["causal"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("bert", {"causal": False, "positions": "none"}),
+        ("gpt2", {"causal": True, "positions": "none"}),
+        ("gpt_neox", {"rope": {"order": "half", "base": 10000.0, "dims": 4}}),
+        ("cohere", {"rope": {"order": "interleaved", "base": 500000.0}}),
+        ("gemma2", {"softcap": 50.0, "window": [3, 0]}),
+        ("granite", {"scale": 1.0}),
+        ("qwen3_moe", {"qk_norm": {"eps": 1e-6, "offset": 0}}),
+        ("olmoe", {"positions": "rotary"}),
+        ("gpt_oss", {"causal": True, "window": [3, 0]}),
+        ("vit", {"causal": False}),
+    ],
+)
+def test_fields_are_found(tmp_path: Path, model_type: str, fields: Mapping[str, Any]) -> None:
+    found = described(tmp_path, model_type)
+    assert not found.refused
+    assert fields.items() <= found.kinds[0].fields.items(), found.kinds[0].fields
+
+
+@pytest.mark.parametrize(
+    ("model_type", "part"),
+    [
+        ("llama4_text", "queries and keys after their projection"),
+        ("nanochat", "queries and keys after their projection"),
+        ("qwen2_vl", "positions of several axes"),
+        ("qwen3_next", "gate"),
+        ("bloom", "code of its own"),
+        ("afmoe", "gate_proj"),
+        ("whisper", "keys of other embeddings"),
+    ],
+)
+def test_missing_part_is_named(tmp_path: Path, model_type: str, part: str) -> None:
+    found = described(tmp_path, model_type)
+    assert any(part in reason for reason in found.refused.values()), found.refused
+
+
+def test_model_of_another_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine"}))
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidContent, match="unknown model type: got 'mine'"):
+        describe(tmp_path)
+
+
+def test_own_numbers_are_compared_too(tmp_path: Path) -> None:
+    """A layer whose own weights give no finite output is not described."""
+    with quiet():
+        save(build("llama"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("1.self_attn.k_proj.weight"))
+    tensors[name][0] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    found = describe(tmp_path)
+    assert [kind.blocks for kind in found.kinds] == [["layers.0"]]
+    assert "its own numbers" in found.refused["layers.1"]
