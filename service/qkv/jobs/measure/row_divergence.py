@@ -51,12 +51,14 @@ class RowDivergencePlan(Plan):
         inputs: those of the variant and of the baseline.
         outputs: empty.
         baseline: the variant to compare with; its weights have the same shape.
+        compared: the plans of both runs.
         rows: the ranges of rows to compare, in every head.
     """
 
     task: Task = "rows"
 
     baseline: Baseline
+    compared: tuple[Plan, Plan]
     rows: Sequence[tuple[int, int]]
 
     @classmethod
@@ -68,6 +70,7 @@ class RowDivergencePlan(Plan):
             _merge(plan.inputs, baseline.inputs),
             frozenset(),
             baseline=Baseline(baseline.variant, baseline.parameters),
+            compared=(plan, baseline),
             rows=rows,
         )
 
