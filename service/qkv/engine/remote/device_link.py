@@ -23,7 +23,7 @@ from qkv.jobs.load import Load
 from qkv.jobs.plan import Plan
 from qkv.jobs.plan_description import PlanDescription, describe
 
-__all__ = ["DeviceLink", "LinkOwner", "Transfer"]
+__all__ = ["DeviceLink", "Transfer"]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,31 +48,17 @@ class Transfer:
     is_second_attempt: bool = False
 
 
-@dataclass(frozen=True)
-class LinkOwner:
-    """The functions that a `DeviceLink` calls.
-
-    Attributes:
-        on_change: called when its device process starts or stops to accept jobs.
-        on_results: called with the work of a message of results, and the earliest submission.
-        on_not_run: called with transfers of jobs that its device process does not run, and the
-            error.
-    """
-
-    on_change: Callable[[], None]
-    on_results: Callable[[Load, float], None]
-    on_not_run: Callable[[Sequence[Transfer], QkvError], None]
-
-
 class DeviceLink:
-    """A link to one device process: the jobs of one turn of the event loop go in one
-    message.
+    """A link to one device process: the jobs of one turn of the event loop go in one message.
 
     Args:
         number: number of the device process.
         device_name: name of its device, until it sends its own.
         set_work: publishes the work of its jobs, in floating-point operations.
-        owner: the functions that this link calls.
+        on_change: called when its device process starts or stops to accept jobs.
+        on_results: called with the work of a message of results, and the earliest submission.
+        on_not_run: called with transfers of jobs that its device process does not run, and the
+            error.
 
     Attributes:
         number, device_name: as the arguments.
@@ -87,12 +73,15 @@ class DeviceLink:
         number: int,
         device_name: str,
         set_work: Callable[[float], None],
-        owner: LinkOwner,
+        on_change: Callable[[], None],
+        on_results: Callable[[Load, float], None],
+        on_not_run: Callable[[Sequence[Transfer], QkvError], None],
     ) -> None:
         self.number, self.device_name = number, device_name
         self.transfers: dict[int, Transfer] = {}
         self.is_ready = self.was_ready = False
-        self._set_work, self._owner = set_work, owner
+        self._set_work, self._on_change = set_work, on_change
+        self._on_done, self._on_not_run = on_results, on_not_run
         self._work = 0
         self._plans: WeakSet[Plan] = WeakSet()  # those that the device process has got
         self._descriptions: list[PlanDescription] = []  # not sent yet
@@ -175,7 +164,7 @@ class DeviceLink:
         if kind == MessageType.READY:
             (self.device_name,) = parts
             self.is_ready = self.was_ready = True
-            self._owner.on_change()
+            self._on_change()
         elif kind == MessageType.RESULTS:
             (results,) = parts
             self._on_results([JobResult(*result) for result in results])
@@ -194,7 +183,7 @@ class DeviceLink:
             started_at = min(started_at, job.submitted_at)
             result.outputs = layouts_of(job.plan).outputs.read(transfer.outputs.bytes.data)
             job.resolve(result)
-        self._owner.on_results(done, started_at)
+        self._on_done(done, started_at)
 
     def _on_error(
         self, id: int, status: int, problem: dict[str, Any], retry_after: int, is_stopped: bool
@@ -205,8 +194,8 @@ class DeviceLink:
         if is_stopped:
             if self.is_ready:  # its queue is empty now: it would get all new jobs
                 self.is_ready = False
-                self._owner.on_change()
-            self._owner.on_not_run([transfer], error)
+                self._on_change()
+            self._on_not_run([transfer], error)
         else:
             transfer.job.resolve(error)
 
@@ -230,5 +219,5 @@ class DeviceLink:
         transfers = list(self.transfers.values())
         self.transfers.clear()
         self._add_work(-self._work)
-        self._owner.on_change()
-        self._owner.on_not_run(transfers, ServiceUnavailable("the device process has ended"))
+        self._on_change()
+        self._on_not_run(transfers, ServiceUnavailable("the device process has ended"))

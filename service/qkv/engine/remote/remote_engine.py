@@ -18,7 +18,7 @@ from qkv.engine.admission import Admission
 from qkv.engine.device.device import MemoryUsage
 from qkv.engine.engine import DEFAULT_LIMIT
 from qkv.engine.remote.channel import receive_connection
-from qkv.engine.remote.device_link import DeviceLink, LinkOwner, Transfer
+from qkv.engine.remote.device_link import DeviceLink, Transfer
 from qkv.engine.remote.job_memory import layouts_of, write_inputs
 from qkv.engine.remote.shared_memory import WorkerRegion
 from qkv.errors import QkvError, ServiceUnavailable, stopping
@@ -69,9 +69,15 @@ class RemoteEngine:
         self._control_socket = control_socket
         self._shared_state = shared_state
         self._queued_work = shared_state.queued_work
-        owner = LinkOwner(self._update, self._on_results, self._on_not_run)
         self.links = [
-            DeviceLink(number, name, partial(self._queued_work.set, worker, number), owner)
+            DeviceLink(
+                number,
+                name,
+                partial(self._queued_work.set, worker, number),
+                self._update,
+                self._on_results,
+                self._on_not_run,
+            )
             for number, name in enumerate(shared_state.devices)
         ]
         self._usable: list[DeviceLink] = []
