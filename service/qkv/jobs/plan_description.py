@@ -67,13 +67,13 @@ class KnownPlans:
         """Bytes that the plans hold."""
         return self._plans.held_bytes
 
-    def get(self, key: bytes) -> Plan | None:
-        """Returns the plan with the key of its description; None if it is not known any more."""
-        return self._plans.get(key)
+    def find(self, key: bytes, content: bytes | None) -> Plan | None:
+        """Returns the plan of a description; None if it is not known, or not any more.
 
-    def add(self, key: bytes, content: bytes) -> Plan:
-        """Returns the plan of a description, and keeps it unless it is too large."""
-        if (plan := self._plans.get(key)) is None:
+        Args:
+            key, content: of the description. None: the plan was described before.
+        """
+        if (plan := self._plans.get(key)) is None and content is not None:
             plan = _plan(msgpack.unpackb(content), self._limits)
             self._plans.put(key, plan, plan_bytes(content) + _OBJECT_FACTOR * len(content))
         return plan

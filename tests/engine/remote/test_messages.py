@@ -42,12 +42,16 @@ def received(stream: bytes, step: int) -> list[tuple[Any, ...]]:
 
 def test_messages_survive_any_fragmentation() -> None:
     requests = tuple(
-        JobRequest(1 << 40, b"key" * 5, 64, 1 << 40, 3, 123.456, deadline, tenant, 0.25)
-        for deadline, tenant in ((None, ""), (0.0, "a" * 64), (1.5, "\N{GREEK SMALL LETTER MU}"))
+        JobRequest(1 << 40, b"key" * 5, content, 64, 1 << 40, 3, 123.456, deadline, tenant, 0.25)
+        for content, deadline, tenant in (
+            (b"content" * 999, None, ""),
+            (None, 0.0, "a" * 64),
+            (b"", 1.5, "\N{GREEK SMALL LETTER MU}"),
+        )
     )
     sent = [
-        (MessageType.RUN, ((b"key" * 5, b"content" * 999),), requests),
-        (MessageType.RUN, (), requests[:1]),
+        (MessageType.RUN, requests),
+        (MessageType.RUN, requests[:1]),
         (MessageType.CANCEL, 1 << 63),
         (MessageType.READY, "cuda:0"),
         (MessageType.ERROR, 7, 503, {"title": "full", "limit": 1 << 62}, 5, True),

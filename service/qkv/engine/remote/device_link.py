@@ -21,7 +21,7 @@ from qkv.errors import QkvError, ServiceUnavailable, from_problem
 from qkv.jobs.job import Job
 from qkv.jobs.load import Load
 from qkv.jobs.plan import Plan
-from qkv.jobs.plan_description import PlanDescription, describe
+from qkv.jobs.plan_description import describe
 
 __all__ = ["DeviceLink", "Transfer"]
 
@@ -84,7 +84,6 @@ class DeviceLink:
         self._on_done, self._on_not_run = on_results, on_not_run
         self._work = 0
         self._plans: WeakSet[Plan] = WeakSet()  # those that the device process has got
-        self._descriptions: list[PlanDescription] = []  # not sent yet
         self._requests: list[JobRequest] = []  # not sent yet
         self._channel: Channel | None = None
 
@@ -124,12 +123,12 @@ class DeviceLink:
         once if no other is on the way."""
         job = transfer.job
         description = job.plan.derived(describe)
-        if job.plan not in self._plans:
-            self._plans.add(job.plan)
-            self._descriptions.append(description)
+        is_known = job.plan in self._plans
+        self._plans.add(job.plan)
         request = JobRequest(
             transfer.id,
             description.key,
+            None if is_known else description.content,
             transfer.inputs.offset,
             transfer.outputs.offset,
             job.priority,
@@ -153,11 +152,10 @@ class DeviceLink:
             self._channel.send(MessageType.CANCEL, transfer.id)
 
     def _flush(self) -> None:
-        """Sends the jobs that are not sent yet in one message, with the plans that the device
-        process has not got."""
+        """Sends the jobs that are not sent yet in one message."""
         if self._requests and self._channel is not None:
-            self._channel.send(MessageType.RUN, self._descriptions, self._requests)
-            self._descriptions, self._requests = [], []
+            self._channel.send(MessageType.RUN, self._requests)
+            self._requests = []
 
     def _on_message(self, kind: MessageType, parts: Sequence[Any]) -> None:
         """Handles a message of the device process."""
@@ -215,7 +213,7 @@ class DeviceLink:
         self._channel = None
         self.is_ready = False
         self._plans.clear()
-        self._descriptions, self._requests = [], []
+        self._requests = []
         transfers = list(self.transfers.values())
         self.transfers.clear()
         self._add_work(-self._work)

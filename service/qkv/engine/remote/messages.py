@@ -18,7 +18,7 @@ __all__ = ["JobRequest", "JobResult", "MessageType"]
 class MessageType(IntEnum):
     """The type of a message; its parts are in parentheses."""
 
-    RUN = 1  # from the worker: run jobs (descriptions of plans, `JobRequest`s)
+    RUN = 1  # from the worker: run jobs (`JobRequest`s)
     CANCEL = 2  # from the worker: it does not wait for a job any more, but for its answer (id)
     READY = 3  # from the device process: it accepts jobs (name of its device)
     RESULTS = 4  # from the device process: the outputs of jobs are in memory (`JobResult`s)
@@ -33,7 +33,8 @@ class JobRequest(NamedTuple):
 
     Attributes:
         id: the worker's number for it.
-        plan: the key of its plan.
+        plan: the key of its plan's description.
+        plan_content: of the description; None: the device process has got it.
         inputs_offset: offset of its tensors in the worker's region.
         outputs_offset: offset of the memory for its outputs.
         priority: one of `job.PRIORITIES`.
@@ -45,6 +46,7 @@ class JobRequest(NamedTuple):
 
     id: int
     plan: bytes
+    plan_content: bytes | None
     inputs_offset: int
     outputs_offset: int
     priority: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -137,51 +137,29 @@ class WorkerLink:
     def _on_message(self, kind: MessageType, parts: Sequence[Any]) -> None:
         """Handles a message of the worker."""
         if kind == MessageType.RUN:
-            descriptions, requests = parts
-            self._run_jobs(self._read_plans(descriptions), map(JobRequest._make, requests))
+            (requests,) = parts
+            self._run_jobs([JobRequest(*request) for request in requests])
         elif kind == MessageType.CANCEL:
             (id,) = parts
             if id in self._jobs:
                 self._cancel(self._jobs[id])
 
-    def _read_plans(
-        self, descriptions: Sequence[tuple[bytes, bytes]]
-    ) -> Mapping[bytes, Plan | Exception]:
-        """Returns the plans of descriptions by key. A plan may be too large to be kept for more
-        than the jobs that came with it."""
-        found: dict[bytes, Plan | Exception] = {}
-        for key, content in descriptions:
-            try:
-                found[key] = self._plans.add(key, content)
-            except Exception as error:  # a bug: the worker has validated the plan
-                found[key] = error
-        return found
-
-    def _run_jobs(
-        self, plans: Mapping[bytes, Plan | Exception], requests: Iterable[JobRequest]
-    ) -> None:
+    def _run_jobs(self, requests: Sequence[JobRequest]) -> None:
         """Submits the jobs of a message to the engine."""
         jobs = []
         for request in requests:
-            plan = plans.get(request.plan) or self._plans.get(request.plan)
-            if plan is None:
-                self._send(MessageType.UNKNOWN_PLAN, request.id)
-                continue
             try:
-                job = self._new_job(request, plan)
-            except Exception as error:
+                if (plan := self._plans.find(request.plan, request.plan_content)) is None:
+                    self._send(MessageType.UNKNOWN_PLAN, request.id)
+                    continue
+                size = layouts_of(plan).input_bytes
+                inputs = self._shared_memory.view(self._index, request.inputs_offset, size)
+                job = self._jobs[request.id] = WorkerJob(self._answer, request, plan, inputs)
+            except Exception as error:  # a bug: the worker has validated the plan
                 self._send_error(request.id, error)
             else:
                 jobs.append(job)
         self._engine.submit_all(jobs)
-
-    def _new_job(self, request: JobRequest, plan: Plan | Exception) -> WorkerJob:
-        if isinstance(plan, Exception):
-            raise plan
-        size = layouts_of(plan).input_bytes
-        inputs = self._shared_memory.view(self._index, request.inputs_offset, size)
-        job = self._jobs[request.id] = WorkerJob(self._answer, request, plan, inputs)
-        return job
 
     def _answer(self, job: WorkerJob, outcome: Result | BaseException) -> None:
         """Copies the outputs of a job into shared memory, and sends what was measured; or sends its
