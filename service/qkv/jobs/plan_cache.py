@@ -44,7 +44,7 @@ def plain_bytes(value: object) -> int:
 
 
 def plan_bytes(*request: object) -> int:
-    """Returns a bound of the bytes that a plan holds, with its key and encoded.
+    """Returns a bound of the bytes that a plan holds, with its key and its description.
 
     To visit the objects of the plan itself takes twice as long as to validate its request.
 

@@ -25,7 +25,7 @@ __all__ = ["KnownPlans", "PlanDescription", "describe"]
 
 _KINDS: Final = {kind.__name__: kind for kind in (Plan, GradientPlan)}
 _MAX_BYTES: Final = 64 << 20  # of the plans of all workers
-_OBJECT_FACTOR: Final = 12  # a row number takes 3 bytes encoded, and 36 in a tuple
+_OBJECT_FACTOR: Final = 24  # a row number takes 3 bytes, and 36 each as sent and as validated
 _ANY: Final = 1 << 62
 _KEY_BYTES: Final = 16
 _NOTHING: Final = memoryview(b"")
