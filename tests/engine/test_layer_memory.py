@@ -16,12 +16,12 @@ from qkv.engine.device.layer_memory import LayerMemory
 from qkv.engine.engine import Engine
 from qkv.engine.executor import execute, launch
 from qkv.engine.remote.job_memory import layouts_of
-from qkv.jobs import plan_codec
 from qkv.jobs.gradient_plan import GradientPlan
 from qkv.jobs.job import Job
 from qkv.jobs.loaded.checkpoint_loader import load_checkpoints
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.jobs.plan import Limits, Plan
+from qkv.jobs.plan_description import describe
 from qkv.wire.message import Message
 from support import remote_service, small_checkpoints
 from support.engines import bits, run_together, with_engine
@@ -209,7 +209,7 @@ def test_device_process_has_the_weights(layers: LoadedLayers) -> None:
 def test_plans_of_one_layer_do_not_count_its_weights(layers: LoadedLayers) -> None:
     plan = job(layers).plan
     assert plan.bytes_in == LENGTH * WIDTH * 4
-    assert len(plan_codec.encode(plan)) < 4096
+    assert len(describe(plan).content) < 4096
 
 
 def test_batch_of_a_folder_that_is_gone(tmp_path: Path) -> None:

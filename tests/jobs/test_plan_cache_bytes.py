@@ -14,10 +14,11 @@ import pytest
 
 from qkv.engine.executor import execute
 from qkv.engine.remote.job_memory import layouts_of, read_inputs, write_inputs
-from qkv.jobs import plan_codec
 from qkv.jobs.job import Job
+from qkv.jobs.loaded.loaded_layers import NO_LAYERS
 from qkv.jobs.plan import Plan
 from qkv.jobs.plan_cache import BoundedCache, PlanCache
+from qkv.jobs.plan_description import KnownPlans, describe
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.engines import CPU, LIMITS
@@ -81,14 +82,15 @@ class Process:
     """The caches that a request passes, in a worker and in the device process."""
 
     def __init__(self) -> None:
-        self.plans, self.of_device = PlanCache(LIMITS), PlanCache(LIMITS, 64 * MIB)
+        self.plans, self.of_device = PlanCache(LIMITS), KnownPlans(NO_LAYERS)
 
     def send(self, message: Message) -> None:
         """Sends a request until its job is decoded."""
         job = self.plans.new_job(Plan, "softmax", message)
         memory = np.zeros(layouts_of(job.plan).input_bytes, np.uint8)
         write_inputs(job, memory)
-        plan = self.of_device.decode(job.plan.derived(plan_codec.encode))
+        plan = self.of_device.find(*job.plan.derived(describe))
+        assert plan is not None
         execute([Job(plan, *read_inputs(plan, memory))], CPU, False)
 
     @property

@@ -44,10 +44,8 @@ class Fault:
 
 
 def stop_until_stuck(service: Service, pids: list[int]) -> None:
-    """Stops processes until the service counts one as stuck, and a while longer.
-
-    The supervisor would have ended one of two device processes by then: it needs a second.
-    """
+    """Stops processes until the service counts one as stuck, and a while longer: the supervisor
+    ends none."""
 
     def wait() -> None:
         service.wait_until_seen("livez 503")
@@ -65,11 +63,6 @@ def stop_only_worker(service: Service) -> None:
         time.sleep(1.5)
 
     service.pause(service.workers, wait)
-
-
-def stop_until_replaced(service: Service, pids: list[int]) -> None:
-    """Stops processes until the supervisor has ended the first one."""
-    service.pause(pids, lambda: wait_until(lambda: pids[0] not in service.pids))
 
 
 def stop_all(service: Service) -> None:
@@ -157,17 +150,9 @@ FAULTS: Final = (
         restarts=1,
     ),
     Fault(
-        "the only device process is stopped", _DEVICE,
-        lambda s: stop_until_stuck(s, s.devices),
+        "a device process is stopped", _DEVICE + _DEVICES,
+        lambda s: stop_until_stuck(s, s.devices[:1]),
         must_see=_STUCK,
-        stuck_s=_STUCK_S,
-    ),
-    Fault(
-        "one of two device processes is stopped", _DEVICES,
-        lambda s: stop_until_replaced(s, s.devices[:1]),
-        must_see=_STUCK,
-        log=(rf"{_NUMBERED} is stuck; ending it", rf"{_NUMBERED} {_KILLED}"),
-        restarts=1,
         stuck_s=_STUCK_S,
     ),
     Fault("all processes are stopped", _ALL, stop_all, may_see=_STUCK, stuck_s=_STUCK_S),

@@ -54,24 +54,13 @@ PLANTED: Final = (
     ),
     PlantedFault(
         "nobody answers while the only worker is stuck", _SUPERVISOR,
-        "if min(self._stuck_polls[index] for index in workers) > _STUCK_POLLS:", "if False:",
+        "if self._stuck_polls > _STUCK_POLLS:", "if False:",
         "only_worker and stopped",
     ),
     PlantedFault(
-        "no stuck device process is replaced", _SUPERVISOR,
-        "if is_device and self._stuck_polls[index] > _STUCK_POLLS and ready - set(stuck):",
-        "if False:",
-        "stopped and two_devices",
-    ),
-    PlantedFault(
-        "the only device process is ended when it is stuck", _SUPERVISOR,
-        "> _STUCK_POLLS and ready - set(stuck):", "> _STUCK_POLLS:",
-        "stopped and device_process",
-    ),
-    PlantedFault(
-        "a device process is ended right after a pause", _SUPERVISOR,
-        "_STUCK_POLLS: Final = 20", "_STUCK_POLLS: Final = -1",
-        "all_processes and two_devices",
+        "clients are refused right after a pause", _SUPERVISOR,
+        "_STUCK_POLLS: Final = 20", "_STUCK_POLLS: Final = 0",
+        "all_processes and one_worker",
     ),
     PlantedFault(
         "a second signal changes nothing", _SUPERVISOR,

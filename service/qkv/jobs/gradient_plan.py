@@ -76,7 +76,7 @@ class GradientPlan(Plan):
         inputs = _with_grad(inputs, variant.outputs["output"], dtype, grad.shape)
         if grad_sums is not None:
             inputs = _with_grad_sums(inputs, variant, grad_sums)
-        plan = cls(variant, parameters, inputs, frozenset(names))
+        plan = cls(variant, parameters, inputs, frozenset(names), fields=message.fields)
         if plan.has_state or grad_sums is not None:
             state.check_fit(variant, parameters, inputs.axes.sizes, inputs.layer)
         plan.check_size(limits)

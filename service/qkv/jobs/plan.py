@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
@@ -107,6 +107,7 @@ class Plan:
         outputs: names of the outputs to return.
         form: the form of the weights, if they are returned.
         measurement: how it runs.
+        fields: of the request, as it has them.
     """
 
     variant: Variant
@@ -115,6 +116,7 @@ class Plan:
     outputs: frozenset[str]
     form: WeightForm = FULL
     measurement: Measurement = _UNMEASURED
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_message(cls, variant_name: str, message: Message, limits: Limits) -> Self:
@@ -135,7 +137,8 @@ class Plan:
         state.check_tokens(variant, inputs.axes.sizes, sorted(outputs))
         if form.is_summary:
             weight_forms.check(form, variant.name, variant.outputs["weights"], inputs.axes.sizes)
-        plan = cls(variant, parameters, inputs, outputs, form if "weights" in outputs else FULL)
+        form = form if "weights" in outputs else FULL
+        plan = cls(variant, parameters, inputs, outputs, form, fields=message.fields)
         if plan.has_state:
             state.check_fit(variant, parameters, inputs.axes.sizes, inputs.layer)
         if plan.has_steps:
@@ -169,10 +172,6 @@ class Plan:
     @cached_property
     def _derived(self) -> dict[Callable[[Plan], Any], Any]:
         return {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns the fields; what follows from them is computed again where it is needed."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def runs_alone(self) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, Final, Generic, TypeVar
 
 import orjson
 
-from qkv.jobs import plan_codec
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
@@ -27,7 +26,6 @@ _MAX_FIELDS: Final = 1024  # bytes of the fields of a request whose plan is kept
 _MAX_PART: Final = 64  # an entry that takes more than this part of a cache would displace too many
 _PLAN_BYTES: Final = 6 << 10  # of a plan beside what grows with its request
 _COPIES: Final = 3  # a plan has names, shapes and parameters as sent, validated and derived
-_OBJECT_FACTOR: Final = 12  # a row number takes 3 bytes encoded, and 36 in a tuple
 
 _T = TypeVar("_T")
 
@@ -46,7 +44,7 @@ def plain_bytes(value: object) -> int:
 
 
 def plan_bytes(*request: object) -> int:
-    """Returns a bound of the bytes that a plan holds, with its key and encoded.
+    """Returns a bound of the bytes that a plan holds, with its key and its description.
 
     To visit the objects of the plan itself takes twice as long as to validate its request.
 
@@ -104,7 +102,7 @@ class BoundedCache(Generic[_T]):
 
 
 class PlanCache:
-    """The plans of a process, which it has validated or another process has sent.
+    """The plans of the requests to a process.
 
     Args:
         limits: of a job; also the layers that plans may name.
@@ -141,17 +139,6 @@ class PlanCache:
             if key is not None:
                 self._plans.put(key, plan, plan_bytes(message.fields, key[1:]))
         return Job.from_message(plan, message)
-
-    def decode(self, encoded: bytes) -> Plan:
-        """Returns the plan of these bytes, which another process has validated.
-
-        Args:
-            encoded: as `plan_codec.encode` returned it.
-        """
-        if (plan := self._plans.get(encoded)) is None:
-            plan = plan_codec.decode(encoded, self._limits.layers)
-            self._plans.put(encoded, plan, plan_bytes(encoded) + _OBJECT_FACTOR * len(encoded))
-        return plan
 
 
 def _key(kind: type[Plan], variant: str, message: Message) -> tuple[Any, ...] | None:

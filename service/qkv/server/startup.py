@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -19,7 +22,6 @@ from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.errors import QkvError
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.server import listener
-from qkv.server.forked_lines import forked_lines
 from qkv.server.process import limit_malloc_arenas, usable_cpus
 from qkv.server.supervisor import Supervisor
 from qkv.settings import Settings
@@ -80,7 +82,7 @@ def _add_variants(folder: Path) -> None:
         QkvError: a file cannot be used.
     """
     variants = own_variants.add_folder(folder)
-    lines = forked_lines(lambda: map(own_variants.failure, variants))
+    lines = _forked_lines(lambda: map(own_variants.failure, variants))
     if len(lines) < len(variants):
         lines.append(f"{variants[len(lines)].module.__file__} ends the process that checks it")
     if failures := list(filter(None, lines)):
@@ -122,10 +124,29 @@ def _find_devices(settings: Settings) -> list[str]:
         click.ClickException: torch finds no such device.
     """
     names = settings.device_names or [settings.device]
-    devices = forked_lines(lambda: (str(find_device(name)) for name in names))
+    devices = _forked_lines(lambda: (str(find_device(name)) for name in names))
     if len(devices) < len(names):
         setting = f"QKV_DEVICES has {names[len(devices)]}"
         if not settings.device_names:
             setting = f"QKV_DEVICE is {settings.device}"
         raise click.ClickException(f"{setting}, but torch finds no such device")
     return devices
+
+
+def _forked_lines(lines: Callable[[], Iterable[str]]) -> list[str]:
+    """Returns the lines that a function yields in a forked process, until that ends or fails.
+
+    If the supervisor itself initialised a driver or started threads, its other forks could not use
+    them; and code that ends its process would end the service without a word.
+    """
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        with contextlib.suppress(BaseException):
+            for line in lines():
+                os.write(writer, f"{' '.join(line.split())}\n".encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        text = pipe.read().decode()
+    os.waitpid(pid, 0)
+    return text.splitlines()

@@ -10,17 +10,18 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import os
 import select
 import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import click
-import numpy as np
 import uvloop
 
 from qkv.api.app import new_device_process, queue_limits
@@ -47,9 +48,8 @@ curl {url}/v1/attention/softmax {key}--json \
 '{{"inputs": {{"query": [[1,0],[0,1]], "key": [[1,0],[0,1]], "value": [[1,2],[3,4]]}}}}'"""
 
 _POLL_INTERVAL_S: Final = 0.05
-# Consecutive polls with every worker stuck before the supervisor responds with 503, or with a stuck
-# device process before it is replaced: after the whole service was suspended, all heartbeats are
-# late for a moment.
+# Consecutive polls with every worker stuck before the supervisor responds with 503: after the whole
+# service was suspended, all heartbeats are late for a moment.
 _STUCK_POLLS: Final = 20
 _BACKLOG_TIMEOUT_S: Final = 2.0  # for workers to accept the connections in the backlog
 _EXIT_TIMEOUT_S: Final = 10.0  # for workers to exit after the drain period
@@ -90,7 +90,7 @@ class Supervisor:
         self._indices: dict[int, int] = {}  # index in the shared state, by process id
         self._started_at: list[float] = [0.0] * len(state.processes)
         self._restart_at: dict[int, float] = {}  # by index, of the processes that have exited
-        self._stuck_polls: Counter[int] = Counter()  # consecutive ones, by index
+        self._stuck_polls = 0  # consecutive ones with every worker stuck
         self._rejections = listener.Rejections()
         self._signal_count = 0
         self._format = LogFormatter(as_json=settings.request_log == "json")
@@ -120,7 +120,7 @@ class Supervisor:
                     return self._give_up(index, status)
                 self._plan_restart(index, status)
             self._start_planned()
-            self._handle_stuck()
+            self._reject_while_stuck()
             time.sleep(_POLL_INTERVAL_S)
         return self._drain()
 
@@ -148,10 +148,7 @@ class Supervisor:
         except ValueError as error:
             self._log_line(f"the API keys stay as they were: {error}", logging.ERROR)
             return
-        for pid, index in list(self._indices.items()):
-            if index < len(self._state):
-                with contextlib.suppress(ProcessLookupError):  # it has ended
-                    os.kill(pid, signal.SIGHUP)
+        self._signal(signal.SIGHUP, range(len(self._state)))
 
     def _start(self, index: int) -> None:
         worker = self._state.worker(index)
@@ -191,33 +188,38 @@ class Supervisor:
     ) -> int:
         """Runs a forked process to its end; returns its exit status."""
         self._rejections.close()
-        settings, parent_alive_fd = self._settings, self._parent_alive_pipe[0]
-        if self._shared_memory is None or self._broker is None or control_socket is None:
-            return run_worker(
-                settings, self._sockets, worker, None, parent_alive_fd, self._layers, self._api_keys
-            )
-        self._broker.close()
+        if self._broker is not None:
+            self._broker.close()
         if index >= len(self._state):
-            for each in self._sockets:
-                each.close()
-            device = self._devices[index - len(self._state)]
-            device_process = new_device_process(
-                settings,
-                device,
-                worker,
-                self._shared_memory,
-                control_socket,
-                parent_alive_fd,
-                self._layers,
-            )
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                is_clean = runner.run(device_process.run())
-            return 0 if is_clean else 1
-        region = self._shared_memory.region(index)
-        remote = RemoteEngine(index, region, control_socket, self._state, queue_limits(settings))
+            assert control_socket is not None
+            return self._run_device_process(index, worker, control_socket)
+        remote = None
+        if self._shared_memory is not None and control_socket is not None:
+            region, limits = self._shared_memory.region(index), queue_limits(self._settings)
+            remote = RemoteEngine(index, region, control_socket, self._state, limits)
+        alive_fd = self._parent_alive_pipe[0]
         return run_worker(
-            settings, self._sockets, worker, remote, parent_alive_fd, self._layers, self._api_keys
+            self._settings, self._sockets, worker, remote, alive_fd, self._layers, self._api_keys
         )
+
+    def _run_device_process(
+        self, index: int, worker: WorkerState, control_socket: socket.socket
+    ) -> int:
+        for each in self._sockets:
+            each.close()
+        assert self._shared_memory is not None
+        device_process = new_device_process(
+            self._settings,
+            self._devices[index - len(self._state)],
+            worker,
+            self._shared_memory,
+            control_socket,
+            self._parent_alive_pipe[0],
+            self._layers,
+        )
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            is_clean = runner.run(device_process.run())
+        return 0 if is_clean else 1
 
     def _plan_restart(self, index: int, status: int) -> None:
         """Plans to restart a process, at most once a second."""
@@ -231,21 +233,17 @@ class Supervisor:
             del self._restart_at[index]
             self._start(index)
 
-    def _handle_stuck(self) -> None:
-        """Rejects new connections while every worker is stuck; kills a stuck device process if
-        another one accepts jobs, which then gets its jobs."""
-        stuck, workers = self._state.stuck_processes, range(len(self._state))
-        self._stuck_polls = Counter({index: self._stuck_polls[index] + 1 for index in stuck})
-        if min(self._stuck_polls[index] for index in workers) > _STUCK_POLLS:
+    def _reject_while_stuck(self) -> None:
+        """Rejects new connections while every worker is stuck.
+
+        A stuck process is ended by nobody here: `/livez` is 503 then, and whoever started the
+        service restarts it. An engine whose device hangs may not end by a signal anyway.
+        """
+        is_stuck = set(self._state.stuck_processes).issuperset(range(len(self._state)))
+        self._stuck_polls = self._stuck_polls + 1 if is_stuck else 0
+        if self._stuck_polls > _STUCK_POLLS:
             self._rejections.accept(self._listening, ServiceUnavailable("every worker is stuck"))
         self._rejections.discard_received()
-        ready = set(len(self._state) + np.flatnonzero(self._state.device_rows["ready"]))
-        for pid, index in self._indices.items():
-            is_device = index not in workers
-            if is_device and self._stuck_polls[index] > _STUCK_POLLS and ready - set(stuck):
-                self._log_line(f"{self._name(index)} is stuck; ending it")
-                os.kill(pid, signal.SIGKILL)
-                self._stuck_polls[index] = 0  # it may take a while to end
 
     def _name(self, index: int) -> str:
         if (number := index - len(self._state)) < 0:
@@ -294,30 +292,32 @@ class Supervisor:
         time.sleep(DRAIN_ACCEPT_S)
         listener.stop_accepting(self._listening)
         deadline = time.monotonic() + _BACKLOG_TIMEOUT_S
-        while (
-            self._indices and listener.has_pending(self._listening) and time.monotonic() < deadline
-        ):
-            self._collect_exited()
-            time.sleep(_POLL_INTERVAL_S)
+        self._wait_while(
+            lambda: bool(self._indices) and listener.has_pending(self._listening), deadline
+        )
         # connections that no worker has accepted
         self._rejections.accept(self._listening, stopping())
         self._listening.close()
         deadline = time.monotonic() + DRAIN_IDLE_S + self._settings.drain_s + _EXIT_TIMEOUT_S
         workers = range(len(self._state))
         for group in (workers, self._state.processes):  # device processes after the workers
-            for pid, index in self._indices.items():
-                if index in group:
-                    os.kill(pid, signal.SIGTERM)
-            while set(self._indices.values()) & set(group) and time.monotonic() < deadline:
-                self._collect_exited()
-                self._rejections.discard_received()
-                time.sleep(_POLL_INTERVAL_S)
-        while self._rejections:  # each has a deadline
-            self._rejections.discard_received()
-            time.sleep(_POLL_INTERVAL_S)
+            self._signal(signal.SIGTERM, group)
+            self._wait_while(partial(self._has_any, group), deadline)
+        self._wait_while(lambda: bool(self._rejections), math.inf)  # each has a deadline
         remaining_count = len(self._indices)
         self._kill_all()
         return 1 if remaining_count else 0
+
+    def _has_any(self, group: range) -> bool:
+        """Returns True if a process with one of these indices has not exited."""
+        return not set(group).isdisjoint(self._indices.values())
+
+    def _wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
+        """Waits until a condition does not hold any more, at most to a time of `time.monotonic`."""
+        while condition() and time.monotonic() < deadline:
+            self._collect_exited()
+            self._rejections.discard_received()
+            time.sleep(_POLL_INTERVAL_S)
 
     def _give_up(self, index: int, status: int) -> int:
         exit_text = self._describe_exit(index, status)
@@ -326,9 +326,14 @@ class Supervisor:
         return 1
 
     def _kill_all(self) -> None:
-        for pid in self._indices:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL, self._state.processes)
+
+    def _signal(self, number: signal.Signals, group: range) -> None:
+        """Sends a signal to the processes with these indices."""
+        for pid, index in list(self._indices.items()):
+            if index in group:
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.kill(pid, number)
 
     def _log_line(self, message: str, level: int = logging.WARNING) -> None:
         """Writes a message as the processes write theirs, but without a thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ import torch
 from qkv.attention.variant import Variant
 from qkv.engine.engine import Engine
 from qkv.engine.executor import launch
+from qkv.engine.remote import device_process
 from qkv.engine.remote.channel import Channel
 from qkv.engine.remote.messages import MessageType
 from qkv.errors import DeadlineExceeded, Internal, InvalidContent, QkvError, ServiceUnavailable
-from qkv.jobs import plan_codec
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.jobs.plan import Plan
+from qkv.jobs.plan_description import KnownPlans, PlanDescription, describe
 from qkv.jobs.result import Result
 from qkv.telemetry.model_statistics import triton_statistics
 from qkv.tensors import RawTensor
@@ -204,7 +206,7 @@ def block_engine(engine: Engine) -> tuple[threading.Event, threading.Event]:
 
 
 def test_memory_of_a_running_cancelled_job_stays_allocated() -> None:
-    """A running job is cancelled."""
+    """Until the device has run it."""
 
     async def test(fixture: Service) -> None:
         runs, may_continue = block_engine(fixture.engine)
@@ -367,13 +369,13 @@ def test_outputs_are_aligned() -> None:
     run(test)
 
 
-def test_jobs_of_one_turn_are_one_frame_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames: list[MessageType] = []
+def test_jobs_of_one_turn_are_one_message_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[MessageType] = []
     send = Channel.send
 
-    def record(channel: Channel, kind: MessageType, payload: bytes = b"") -> None:
-        frames.append(kind)
-        send(channel, kind, payload)
+    def record(channel: Channel, kind: MessageType, *parts: Any) -> None:
+        kinds.append(kind)
+        send(channel, kind, *parts)
 
     async def test(fixture: Service) -> None:
         monkeypatch.setattr(Channel, "send", record)
@@ -384,7 +386,62 @@ def test_jobs_of_one_turn_are_one_frame_each_way(monkeypatch: pytest.MonkeyPatch
         for job, response in zip(jobs, await asyncio.gather(*futures), strict=True):
             assert bits(response) == bits(await fixture.engine.submit(job))
         # the first job does not wait for the others
-        assert frames == [*[MessageType.RUN] * 2, MessageType.RESULTS]
+        assert kinds == [*[MessageType.RUN] * 2, MessageType.RESULTS]
+
+    run(test)
+
+
+def record_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the list of the numbers of plans that go with each message of jobs."""
+    counts, send = list[int](), Channel.send
+
+    def record(channel: Channel, kind: MessageType, *parts: Any) -> None:
+        if kind == MessageType.RUN:
+            counts.append(sum(request.plan_content is not None for request in parts[0]))
+        send(channel, kind, *parts)
+
+    monkeypatch.setattr(Channel, "send", record)
+    return counts
+
+
+def test_plan_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To each device process, from each worker."""
+    counts = record_plans(monkeypatch)
+
+    async def test(fixture: Service) -> None:
+        one, other = plain(0), plain(0, 5)
+        for remote in fixture.remotes:
+            for seed in range(3):
+                for job in (one, other):
+                    again = Job(job.plan, plain(seed, job.plan.inputs.axes.sizes["L"]).tensors)
+                    await remote.submit(again)
+
+    run(test)
+    assert counts == [1, 1, 0, 0, 0, 0] * 2
+
+
+@pytest.mark.parametrize(("room", "count"), [(0, 5), (700_000, 90)], ids=["no plan", "some plans"])
+def test_plans_that_a_device_process_had_to_drop_travel_again(
+    monkeypatch: pytest.MonkeyPatch, room: int, count: int
+) -> None:
+    monkeypatch.setattr(device_process, "KnownPlans", partial(KnownPlans, max_bytes=room))
+    counts = record_plans(monkeypatch)
+
+    async def test(fixture: Service) -> None:
+        remote = fixture.remotes[0]
+        jobs = [plain(n, n) for n in range(1, count + 1)]
+        expected = [bits(await fixture.engine.submit(job)) for job in jobs]
+        for _ in range(2):
+            results = await asyncio.gather(*[remote.submit(job) for job in jobs])
+            assert [bits(result) for result in results] == expected
+        assert len(jobs) < sum(counts) <= 2 * len(jobs)
+        with fixture.engine.paused():
+            lost = remote.submit(jobs[0])
+            lost.cancel()  # its plan is not known
+            await until(lambda: not remote.links[0].transfers)
+        del results, lost
+        jobs.clear()  # whose futures have results
+        await fixture.wait_until_free(remote)
 
     run(test)
 
@@ -415,7 +472,7 @@ def test_job_whose_plan_cannot_be_read_fails_alone(caplog: pytest.LogCaptureFixt
         remote = fixture.remotes[0]
         await remote.submit(plain(0))
         broken = plain(0)
-        broken.plan._derived[plan_codec.encode] = b"no plan"
+        broken.plan._derived[describe] = PlanDescription(b"key", b"no plan")
         lost = remote.submit(broken)
         right = remote.submit(plain(0))
         with pytest.raises(Internal):

@@ -1,4 +1,4 @@
-"""Shared memory of workers and device process, and frames of their channel."""
+"""Shared memory of workers and device process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv.engine.remote.channel import Channel
-from qkv.engine.remote.messages import MessageType
 from qkv.engine.remote.shared_memory import (
     RETAINED_BYTES,
     SharedMemory,
@@ -76,77 +74,43 @@ def test_forked_process_shares_the_memory() -> None:
     assert not shared_memory.view(0, 0, 1 << 20).any()
 
 
-def end_period(region: WorkerRegion) -> None:
-    """Ends a period, and returns the idle pages."""
-    region.begin_period()
+def release(region: WorkerRegion) -> None:
+    """Lets a while pass in which nothing is allocated."""
+    region.release_idle_pages()
     while region.release_idle_pages():
         pass
 
 
-def test_idle_memory_beyond_retained_bytes_returns_to_the_system() -> None:
+def test_memory_beyond_retained_bytes_returns_to_the_system_when_the_region_is_empty() -> None:
     region = SharedMemory(1, 4 * RETAINED_BYTES).region(0)
-    end_period(region)  # pages of a worker before it
+    release(region)  # pages of a worker before it
     before = resident_shared_bytes()
-    block = region.allocate(4 * RETAINED_BYTES)
+    block, small = region.allocate(4 * RETAINED_BYTES), region.allocate(1)
     block.bytes[:] = 1
     assert resident_shared_bytes() - before >= 4 * RETAINED_BYTES
     del block
-    end_period(region)  # they were used in the period that ended
+    release(region)
     assert resident_shared_bytes() - before >= 4 * RETAINED_BYTES
-    kept = [region.keeps_pages]
-    end_period(region)
-    kept.append(region.keeps_pages)
-    assert kept == [True, False]
+    del small
+    release(region)
     assert abs(resident_shared_bytes() - before - RETAINED_BYTES) < 1 << 21
 
 
-def test_pages_of_live_and_recent_blocks_stay() -> None:
+def test_pages_that_requests_use_again_and_again_stay() -> None:
     shared_memory = SharedMemory(1, 4 * RETAINED_BYTES)
     region = shared_memory.region(0)
-    first, live, last = (region.allocate(RETAINED_BYTES) for _ in range(3))
-    live.bytes[:] = 7
-    last.bytes[:] = 8
-    del first, last
     for _ in range(3):
-        end_period(region)
-    assert (live.bytes == 7).all()
-    assert not shared_memory.view(0, 2 * RETAINED_BYTES, RETAINED_BYTES).any()
-    region.begin_period()
-    new = region.allocate(2 * RETAINED_BYTES)  # while idle pages return
-    new.bytes[:] = 9
-    while region.release_idle_pages():
-        pass
-    assert (new.bytes == 9).all()
-    assert (live.bytes == 7).all()
+        region.allocate(2 * RETAINED_BYTES).bytes[:] = 7
+        assert not region.release_idle_pages()
+    assert shared_memory.view(0, RETAINED_BYTES, RETAINED_BYTES).all()
+    assert region.release_idle_pages()
+    region.allocate(4 * RETAINED_BYTES).bytes[:] = 9  # while idle pages return
+    assert not region.release_idle_pages()
+    assert (shared_memory.view(0, 0, 4 * RETAINED_BYTES) == 9).all()
 
 
 def test_pages_of_a_worker_that_has_ended_return_to_the_system() -> None:
     shared_memory = SharedMemory(1, 2 * RETAINED_BYTES)
     shared_memory.region(0).allocate(2 * RETAINED_BYTES).bytes[:] = 1
-    region = shared_memory.region(0)
-    end_period(region)
+    release(shared_memory.region(0))
     assert not shared_memory.view(0, RETAINED_BYTES, RETAINED_BYTES).any()
-
-
-def test_frames_survive_any_fragmentation() -> None:
-    written: list[bytes] = []
-
-    class Transport:
-        def write(self, data: bytes) -> None:
-            written.append(data)
-
-        def is_closing(self) -> bool:
-            return False
-
-    sent = [(kind, bytes([n]) * (n * 7)) for n in range(9) for kind in MessageType]
-    sender = Channel(lambda *_: None)
-    sender.connection_made(Transport())  # type: ignore[arg-type]
-    for frame in sent:
-        sender.send(*frame)
-    stream = b"".join(written)
-    for step in (1, 3, 13, 14, 1000, len(stream)):
-        received: list[Any] = []
-        receiver = Channel(lambda *frame, received=received: received.append(frame))
-        for first in range(0, len(stream), step):
-            receiver.data_received(stream[first : first + step])
-        assert received == sent

@@ -1,44 +1,47 @@
-"""Channels between workers and device processes: message frames on a socket pair.
+"""Channels between workers and device processes: messages on a socket pair.
 
-A frame is a header (payload bytes, type) and a payload, as `messages` defines them. The supervisor
-creates a socket pair for each worker and device process, and sends one end to each side when either
-process starts.
-It sends them through control sockets, which it creates before each fork. So there is no address
-that another process could connect to, and each side sees at once that the other end closes.
+The supervisor creates a socket pair for each worker and device process, and sends one end to each
+side when either process starts. It sends them through control sockets, which it creates before each
+fork. So there is no address that another process could connect to, and each side sees at once that
+the other process has ended, and what was on the way between them ends with it. Pairs that the
+supervisor made once and kept would stay open when a process dies: the other side would wait for its
+answer, and the process that replaces it would read the rest of a message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, Self, cast
+from typing import Any, Final, Self, cast
+
+import msgpack
 
 from qkv.engine.remote.messages import MessageType
 
 __all__ = ["Channel", "SocketBroker", "receive_connection"]
 
-_FRAME_HEADER: Final = struct.Struct("<IB")
+_ANY_SIZE: Final = 0  # of what is not read yet: both processes are the service's
 
 
 class Channel(asyncio.Protocol):
-    """One end of a socket pair that sends and receives frames.
+    """One end of a socket pair that sends and receives messages.
 
     Args:
-        on_message: called with the type and payload of each frame.
+        on_message: called with the type and the parts of each message.
         on_lost: called once when either end is closed.
     """
 
     def __init__(
         self,
-        on_message: Callable[[MessageType, bytes], None],
+        on_message: Callable[[MessageType, tuple[Any, ...]], None],
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_message, self._on_lost = on_message, on_lost
         self._transport: asyncio.WriteTransport | None = None
-        self._rest = b""
+        self._pack = msgpack.Packer().pack
+        self._unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=_ANY_SIZE)
         self.closed = asyncio.Event()
 
     async def open(self, end: socket.socket) -> Self:
@@ -51,32 +54,24 @@ class Channel(asyncio.Protocol):
         self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Handles complete frames and keeps the rest; asyncio calls it with any number of bytes."""
-        data = self._rest + data if self._rest else data
-        first = 0
-        while len(data) - first >= _FRAME_HEADER.size:
-            size, kind = _FRAME_HEADER.unpack_from(data, first)
-            end = first + _FRAME_HEADER.size + size
-            if end > len(data):
-                break
-            payload = data[first + _FRAME_HEADER.size : end]
-            self._on_message(MessageType(kind), payload)
-            first = end
-        self._rest = data[first:]
+        """Handles complete messages; asyncio calls it with any number of bytes."""
+        self._unpacker.feed(data)
+        for message in self._unpacker:
+            self._on_message(message[0], message[1:])
 
     def connection_lost(self, error: Exception | None) -> None:
         """Sets `closed`; asyncio calls it."""
         self.closed.set()
         self._on_lost()
 
-    def send(self, kind: MessageType, payload: bytes = b"") -> None:
-        """Sends a frame; drops it if the other end is closed."""
+    def send(self, kind: MessageType, *parts: Any) -> None:
+        """Sends a message; drops it if the other end is closed."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(_FRAME_HEADER.pack(len(payload), kind) + payload)
+            self._transport.write(self._pack((kind, *parts)))
 
     def close(self) -> None:
-        """Closes the channel once all frames are sent; receives no more frames."""
-        self._on_message = lambda kind, payload: None
+        """Closes the channel once all messages are sent; receives no more."""
+        self._on_message = lambda kind, parts: None
         if self._transport is not None:
             self._transport.close()
 

@@ -10,26 +10,20 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import orjson
+from typing import Any
+from weakref import WeakSet
 
 from qkv.engine.remote.channel import Channel
 from qkv.engine.remote.job_memory import layouts_of
-from qkv.engine.remote.messages import (
-    NO_DEADLINE,
-    JobRequest,
-    MessageType,
-    pack_id,
-    unpack_id,
-    unpack_results,
-)
+from qkv.engine.remote.messages import JobRequest, JobResult, MessageType
 from qkv.engine.remote.shared_memory import Block
 from qkv.errors import QkvError, ServiceUnavailable, from_problem
-from qkv.jobs import plan_codec
 from qkv.jobs.job import Job
 from qkv.jobs.load import Load
+from qkv.jobs.plan import Plan
+from qkv.jobs.plan_description import describe
 
-__all__ = ["DeviceLink", "LinkOwner", "Transfer"]
+__all__ = ["DeviceLink", "Transfer"]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,35 +48,22 @@ class Transfer:
     is_second_attempt: bool = False
 
 
-@dataclass(frozen=True)
-class LinkOwner:
-    """The functions that a `DeviceLink` calls.
-
-    Attributes:
-        on_change: called when its device process starts or stops to accept jobs.
-        on_results: called with the work of a frame of results, and the earliest submission.
-        on_not_run: called with transfers of jobs that its device process does not run, and the
-            error.
-    """
-
-    on_change: Callable[[], None]
-    on_results: Callable[[Load, float], None]
-    on_not_run: Callable[[Sequence[Transfer], QkvError], None]
-
-
 class DeviceLink:
-    """A link to one device process: the jobs of one turn of the event loop go in one frame.
+    """A link to one device process: the jobs of one turn of the event loop go in one message.
 
     Args:
         number: number of the device process.
         device_name: name of its device, until it sends its own.
         set_work: publishes the work of its jobs, in floating-point operations.
-        owner: the functions that this link calls.
+        on_change: called when its device process starts or stops to accept jobs.
+        on_results: called with the work of a message of results, and the earliest submission.
+        on_not_run: called with transfers of jobs that its device process does not run, and the
+            error.
 
     Attributes:
         number, device_name: as the arguments.
-        transfers: those of jobs without a result, by id. A cancelled job has one until the device
-            process no longer reads its inputs.
+        transfers: those of jobs without an answer, by id. A cancelled job gets one too, once the
+            device process does not read its inputs any more.
         is_ready: the device process accepts jobs.
         was_ready: a device process has accepted jobs of this worker.
     """
@@ -92,14 +73,18 @@ class DeviceLink:
         number: int,
         device_name: str,
         set_work: Callable[[float], None],
-        owner: LinkOwner,
+        on_change: Callable[[], None],
+        on_results: Callable[[Load, float], None],
+        on_not_run: Callable[[Sequence[Transfer], QkvError], None],
     ) -> None:
         self.number, self.device_name = number, device_name
         self.transfers: dict[int, Transfer] = {}
         self.is_ready = self.was_ready = False
-        self._set_work, self._owner = set_work, owner
+        self._set_work, self._on_change = set_work, on_change
+        self._on_done, self._on_not_run = on_results, on_not_run
         self._work = 0
-        self._requests: list[bytes] = []  # packed, not sent yet
+        self._plans: WeakSet[Plan] = WeakSet()  # those that the device process has got
+        self._requests: list[JobRequest] = []  # not sent yet
         self._channel: Channel | None = None
 
     def connect(self, end: socket.socket) -> None:
@@ -114,7 +99,7 @@ class DeviceLink:
         self._opening = asyncio.get_running_loop().create_task(channel.open(end))
 
     def close(self) -> None:
-        """Closes the connection once all frames are sent."""
+        """Closes the connection once all messages are sent."""
         if self._channel is not None:
             self._channel.close()
 
@@ -137,74 +122,89 @@ class DeviceLink:
         """Sends a job at the end of this turn of the event loop, with the others of this turn; at
         once if no other is on the way."""
         job = transfer.job
+        description = job.plan.derived(describe)
+        is_known = job.plan in self._plans
+        self._plans.add(job.plan)
         request = JobRequest(
             transfer.id,
+            description.key,
+            None if is_known else description.content,
             transfer.inputs.offset,
             transfer.outputs.offset,
             job.priority,
             job.submitted_at,
-            NO_DEADLINE if job.deadline is None else job.deadline,
-            job.tenant,
-            job.plan.derived(plan_codec.encode),
+            job.deadline,
+            job.tenant.name,
+            job.tenant.weight,
         )
         transfer.is_sent = True
-        self._requests.append(request.pack())
+        self._requests.append(request)
         if len(self.transfers) == 1:
             self._flush()
         elif len(self._requests) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def cancel(self, transfer: Transfer) -> None:
-        """Sends CANCEL. The job's memory stays allocated: only the device process knows when it no
-        longer reads the inputs."""
+        """Sends CANCEL. The job's memory stays allocated until its answer: only the device process
+        knows when it no longer reads the inputs."""
         if self._channel is not None and transfer.is_sent and transfer.id in self.transfers:
             self._flush()
-            self._channel.send(MessageType.CANCEL, pack_id(transfer.id))
+            self._channel.send(MessageType.CANCEL, transfer.id)
 
     def _flush(self) -> None:
-        """Sends the jobs that are not sent yet in one frame."""
+        """Sends the jobs that are not sent yet in one message."""
         if self._requests and self._channel is not None:
-            self._channel.send(MessageType.RUN, b"".join(self._requests))
-            self._requests.clear()
+            self._channel.send(MessageType.RUN, self._requests)
+            self._requests = []
 
-    def _on_message(self, kind: MessageType, payload: bytes) -> None:
-        """Handles a frame of the device process."""
+    def _on_message(self, kind: MessageType, parts: Sequence[Any]) -> None:
+        """Handles a message of the device process."""
         if kind == MessageType.READY:
-            self.device_name = payload.decode()
+            (self.device_name,) = parts
             self.is_ready = self.was_ready = True
-            self._owner.on_change()
+            self._on_change()
         elif kind == MessageType.RESULTS:
-            self._on_results(payload)
+            (results,) = parts
+            self._on_results([JobResult(*result) for result in results])
         elif kind == MessageType.ERROR:
-            self._on_error(payload)
-        else:
-            self.remove(unpack_id(payload)[0])
+            self._on_error(*parts)
+        elif kind == MessageType.UNKNOWN_PLAN:
+            self._send_again(*parts)
 
-    def _on_results(self, payload: bytes) -> None:
+    def _on_results(self, results: Sequence[JobResult]) -> None:
         """Resolves jobs whose outputs are in shared memory."""
         done, started_at = Load(), math.inf
-        for id, result in unpack_results(payload, self.device_name):
-            transfer = self.remove(id)
-            job = transfer.job
+        for measured in results:
+            transfer = self.remove(measured.id)
+            job, result = transfer.job, measured.result(self.device_name)
             done = done.plus(job.plan.load)
             started_at = min(started_at, job.submitted_at)
             result.outputs = layouts_of(job.plan).outputs.read(transfer.outputs.bytes.data)
             job.resolve(result)
-        self._owner.on_results(done, started_at)
+        self._on_done(done, started_at)
 
-    def _on_error(self, payload: bytes) -> None:
+    def _on_error(
+        self, id: int, status: int, problem: dict[str, Any], retry_after: int, is_stopped: bool
+    ) -> None:
         """Fails a job, unless another device process may run it."""
-        id, text = unpack_id(payload)
         transfer = self.remove(id)
-        status, problem, retry_after, is_stopped = orjson.loads(text)
         error = from_problem(status, problem, retry_after)
         if is_stopped:
             if self.is_ready:  # its queue is empty now: it would get all new jobs
                 self.is_ready = False
-                self._owner.on_change()
-            self._owner.on_not_run([transfer], error)
+                self._on_change()
+            self._on_not_run([transfer], error)
         else:
             transfer.job.resolve(error)
+
+    def _send_again(self, id: int) -> None:
+        """Sends a job with its plan, which the device process had to drop for others."""
+        transfer = self.transfers[id]
+        if transfer.job.future.done():  # it was cancelled
+            self.remove(id)
+            return
+        self._plans.discard(transfer.job.plan)
+        self.send(transfer)
 
     def _on_connection_lost(self, channel: Channel) -> None:
         """Gives all jobs back: the device process has ended."""
@@ -212,9 +212,10 @@ class DeviceLink:
             return
         self._channel = None
         self.is_ready = False
-        self._requests.clear()
+        self._plans.clear()
+        self._requests = []
         transfers = list(self.transfers.values())
         self.transfers.clear()
         self._add_work(-self._work)
-        self._owner.on_change()
-        self._owner.on_not_run(transfers, ServiceUnavailable("the device process has ended"))
+        self._on_change()
+        self._on_not_run(transfers, ServiceUnavailable("the device process has ended"))

@@ -8,20 +8,16 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from typing import Final
 
 from qkv.engine.engine import Engine
 from qkv.engine.remote.channel import receive_connection
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.engine.remote.worker_link import WorkerLink
 from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
-from qkv.jobs.plan import Limits
-from qkv.jobs.plan_cache import PlanCache
+from qkv.jobs.plan_description import KnownPlans
 from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["DeviceProcess"]
-
-_MAX_PLAN_BYTES: Final = 64 << 20  # of the plans of all workers
 
 
 class DeviceProcess:
@@ -47,7 +43,7 @@ class DeviceProcess:
     ) -> None:
         self._engine, self._worker = engine, worker
         self._control_socket, self._parent_alive_fd = control_socket, parent_alive_fd
-        plans = PlanCache(Limits(0, 0, layers=layers), _MAX_PLAN_BYTES)
+        plans = KnownPlans(layers)
         self._links = [
             WorkerLink(index, engine, shared_memory, plans, self._end_if_orphaned)
             for index in range(len(worker.shared_state))

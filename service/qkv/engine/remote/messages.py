@@ -1,146 +1,92 @@
-"""Messages between workers and the device process, as the payloads of frames. No tensor is in one.
+"""Messages between workers and device processes. No tensor is in one.
 
-A worker sends the jobs of one turn of its event loop in one frame, and the device process sends the
-results of one turn in one frame. `Channel` sends frames.
+`Channel` sends each as its type and its parts. A worker sends the jobs of one turn of its event
+loop in one message, and the device process sends the results of one turn in one message.
 """
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Iterable
 from enum import IntEnum
-from typing import Final, NamedTuple, Self
-
-import orjson
+from typing import NamedTuple, Self
 
 from qkv.jobs.result import Result
-from qkv.jobs.tenant import Tenant
 from qkv.telemetry.times import Times
 
-__all__ = [
-    "NO_DEADLINE",
-    "JobRequest",
-    "MessageType",
-    "pack_id",
-    "pack_result",
-    "pack_results",
-    "unpack_id",
-    "unpack_results",
-]
-
-_JOB_REQUEST: Final = struct.Struct("<QQQBdddBI")
-_RESULT: Final = struct.Struct("<QIQ5d")
-_ID: Final = struct.Struct("<Q")
-_TEXTS_SIZE: Final = struct.Struct("<H")
-
-NO_DEADLINE: Final = math.inf
-"""The deadline of a job that may wait for ever."""
+__all__ = ["JobRequest", "JobResult", "MessageType"]
 
 
 class MessageType(IntEnum):
-    """The type of a frame."""
+    """The type of a message; its parts are in parentheses."""
 
-    RUN = 1  # from the worker: run jobs; the payload has a `JobRequest` for each
-    CANCEL = 2  # from the worker: cancel a job
-    READY = 3  # from the device process: it accepts jobs
-    RESULTS = 4  # from the device process: backend and notes, and what was measured of such jobs
-    ERROR = 5  # from the device process: it did not complete a job; the payload has the problem
-    RELEASED = 6  # from the device process: it no longer reads a cancelled job's inputs
+    RUN = 1  # from the worker: run jobs (`JobRequest`s)
+    CANCEL = 2  # from the worker: it does not wait for a job any more, but for its answer (id)
+    READY = 3  # from the device process: it accepts jobs (name of its device)
+    RESULTS = 4  # from the device process: the outputs of jobs are in memory (`JobResult`s)
+    ERROR = (
+        5  # from the device process: a job failed (id, status, problem, Retry-After, is stopped)
+    )
+    UNKNOWN_PLAN = 6  # from the device process: it does not have the plan of a job any more (id)
 
 
 class JobRequest(NamedTuple):
-    """A request to run a job. Frames have as many of them as a worker submits in one turn.
+    """A request to run a job.
 
     Attributes:
         id: the worker's number for it.
+        plan: the key of its plan's description.
+        plan_content: of the description; None: the device process has got it.
         inputs_offset: offset of its tensors in the worker's region.
         outputs_offset: offset of the memory for its outputs.
         priority: one of `job.PRIORITIES`.
         submitted_at: time of submission, by `time.perf_counter`, one clock for all processes.
-        deadline: time at which it expires, by the same clock, or `NO_DEADLINE`.
-        tenant: whose job it is.
-        plan: its plan, as `plan_codec.encode` returns it.
+        deadline: time at which it expires, by the same clock; None: never.
+        tenant: the name of its tenant.
+        weight: of the tenant.
     """
 
     id: int
+    plan: bytes
+    plan_content: bytes | None
     inputs_offset: int
     outputs_offset: int
     priority: int
     submitted_at: float
-    deadline: float
-    tenant: Tenant
-    plan: bytes
+    deadline: float | None
+    tenant: str
+    weight: float
 
-    def pack(self) -> bytes:
-        """Returns the request as bytes."""
-        name, weight = self.tenant.name.encode(), self.tenant.weight
-        head = _JOB_REQUEST.pack(*self[:-2], weight, len(name), len(self.plan))
-        return head + name + self.plan
+
+class JobResult(NamedTuple):
+    """What was measured of a job.
+
+    Attributes:
+        id: the worker's number for it.
+        times: seconds of loading, computing, splitting, queueing, and in total.
+        backend, batch_size, notes, peak_bytes: as those of `Result`.
+    """
+
+    id: int
+    times: tuple[float, float, float, float, float]
+    backend: str
+    batch_size: int
+    notes: tuple[str, ...]
+    peak_bytes: int
 
     @classmethod
-    def unpack_all(cls, data: bytes) -> list[Self]:
-        """Returns the requests that `pack` encoded, from the bytes of all of them."""
-        requests, first = [], 0
-        while first < len(data):
-            *numbers, weight, name_size, plan_size = _JOB_REQUEST.unpack_from(data, first)
-            name_at = first + _JOB_REQUEST.size
-            plan_at = name_at + name_size
-            first = plan_at + plan_size
-            tenant = Tenant(data[name_at:plan_at].decode(), weight)
-            requests.append(cls._make((*numbers, tenant, data[plan_at:first])))
-        return requests
+    def of(cls, id: int, result: Result) -> Self:
+        """Returns what was measured of the job with this number."""
+        t = result.times
+        times = t.load_s, t.compute_s, t.split_s, t.queue_s, t.total_s
+        return cls(id, times, result.backend, result.batch_size, result.notes, result.peak_bytes)
 
-
-def pack_id(id: int) -> bytes:
-    """Returns the number of a job as bytes."""
-    return _ID.pack(id)
-
-
-def unpack_id(data: bytes) -> tuple[int, bytes]:
-    """Returns the number that `pack_id` encoded, and the bytes after it."""
-    return _ID.unpack_from(data)[0], data[_ID.size :]
-
-
-def pack_result(id: int, result: Result) -> bytes:
-    """Returns what was measured of a job, without its outputs.
-
-    Args:
-        id: the worker's number for the job.
-        result: of the job.
-    """
-    t = result.times
-    seconds = t.load_s, t.compute_s, t.split_s, t.queue_s, t.total_s
-    return _RESULT.pack(id, result.batch_size, result.peak_bytes, *seconds)
-
-
-def pack_results(backend: str, notes: Iterable[str], results: Iterable[bytes]) -> bytes:
-    """Returns the payload of a RESULTS frame.
-
-    Args:
-        backend: the name of the code path that ran its jobs.
-        notes: of each of them.
-        results: of each job, as `pack_result` returns them.
-    """
-    texts = orjson.dumps([backend, *notes])
-    return b"".join((_TEXTS_SIZE.pack(len(texts)), texts, *results))
-
-
-def unpack_results(payload: bytes, device: str) -> list[tuple[int, Result]]:
-    """Returns the number of each job of a RESULTS frame, and its result without outputs.
-
-    Args:
-        payload: of the frame.
-        device: the name of the device that ran the jobs.
-    """
-    first = _TEXTS_SIZE.size
-    end = first + _TEXTS_SIZE.unpack_from(payload)[0]
-    backend, *notes = orjson.loads(payload[first:end])
-    results = []
-    for id, batch_size, peak_bytes, *seconds in _RESULT.iter_unpack(payload[end:]):
-        result = Result(
-            {}, Times(*seconds), backend, batch_size, device=device, notes=tuple(notes),
-            peak_bytes=peak_bytes,
-        )  # fmt: skip
-        results.append((id, result))
-    return results
+    def result(self, device: str) -> Result:
+        """Returns the result without outputs; `device` is the name of the device that ran it."""
+        return Result(
+            {},
+            Times(*self.times),
+            self.backend,
+            self.batch_size,
+            device=device,
+            notes=self.notes,
+            peak_bytes=self.peak_bytes,
+        )

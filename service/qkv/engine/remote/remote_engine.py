@@ -18,9 +18,8 @@ from qkv.engine.admission import Admission
 from qkv.engine.device.device import MemoryUsage
 from qkv.engine.engine import DEFAULT_LIMIT
 from qkv.engine.remote.channel import receive_connection
-from qkv.engine.remote.device_link import DeviceLink, LinkOwner, Transfer
+from qkv.engine.remote.device_link import DeviceLink, Transfer
 from qkv.engine.remote.job_memory import layouts_of, write_inputs
-from qkv.engine.remote.page_releaser import PageReleaser
 from qkv.engine.remote.shared_memory import WorkerRegion
 from qkv.errors import QkvError, ServiceUnavailable, stopping
 from qkv.jobs.job import DEFAULT_PRIORITY, Job
@@ -33,6 +32,7 @@ __all__ = ["RemoteEngine"]
 
 _LARGE_BYTES: Final = 1 << 20  # larger inputs are copied in a thread, not on the event loop
 _POLL_S: Final = 0.05
+_IDLE_S: Final = 1.0  # in which the region is empty before its pages return to the system
 
 
 class RemoteEngine:
@@ -41,7 +41,7 @@ class RemoteEngine:
     If a device process ends, another one gets its jobs: they are pure, and their inputs are still
     in shared memory. A job gets one further attempt, because it may be what ends the processes.
     Cancelling its future before it runs removes it from the device process's queue. Its memory is
-    free again once the device process sends that it no longer reads it.
+    free again with the answer of the device process.
 
     Args:
         worker: index of this worker.
@@ -65,12 +65,18 @@ class RemoteEngine:
         shared_state: SharedState,
         limit: Load = DEFAULT_LIMIT,
     ) -> None:
-        self._region, self._page_releaser = region, PageReleaser(region)
+        self._region = region
         self._control_socket = control_socket
         self._shared_state = shared_state
-        owner = LinkOwner(self._update, self._on_results, self._on_not_run)
         self.links = [
-            DeviceLink(number, name, partial(shared_state.set_queued_work, worker, number), owner)
+            DeviceLink(
+                number,
+                name,
+                partial(shared_state.set_queued_work, worker, number),
+                self._update,
+                self._on_results,
+                self._on_not_run,
+            )
             for number, name in enumerate(shared_state.devices)
         ]
         self._usable: list[DeviceLink] = []
@@ -93,6 +99,7 @@ class RemoteEngine:
         """Waits for device processes; call it on the event loop that will submit jobs."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._control_socket, self._on_new_connection)
+        self._releasing = self._loop.create_task(self._release_pages())
 
     async def prepare(self, _worker: WorkerState) -> None:
         """Waits for a device process, as `wait_until_ready`."""
@@ -112,7 +119,7 @@ class RemoteEngine:
             await asyncio.wait(futures)
         assert self._loop is not None
         self._loop.remove_reader(self._control_socket)
-        self._page_releaser.close()
+        self._releasing.cancel()
         for link in self.links:
             link.close()
 
@@ -157,7 +164,6 @@ class RemoteEngine:
         except ServiceUnavailable as full:
             full.retry_after = self.admission.throughput.retry_after(self.admission.jobs.total)
             raise
-        self._page_releaser.on_allocated()
         future: asyncio.Future[Result] = self._loop.create_future()
         job.start_wait(future, tenant, priority, wait_s)
         transfer = Transfer(next(self._ids), job, link, inputs, outputs)
@@ -172,6 +178,12 @@ class RemoteEngine:
             self._copy_tasks.add(task)
             task.add_done_callback(self._copy_tasks.discard)
         return future
+
+    async def _release_pages(self) -> None:
+        """Returns pages of the region to the system, in steps, when it is empty for a while."""
+        while True:
+            has_more = self._owns_region and self._region.release_idle_pages()
+            await asyncio.sleep(0 if has_more else _IDLE_S)
 
     def _choose(self) -> DeviceLink | None:
         """Returns the usable link with the least queued work of all workers; None: there is none.

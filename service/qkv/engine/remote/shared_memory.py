@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import sys
-import time
 import weakref
 from bisect import insort
 from collections import deque
@@ -23,12 +22,11 @@ __all__ = ["RETAINED_BYTES", "Block", "SharedMemory", "WorkerRegion"]
 
 RETAINED_BYTES: Final = 64 << 20
 """Bytes at the start of each region whose memory the service keeps once used. Memory beyond them
-returns to the system when no block has used it for a while."""
+returns to the system when the region has been empty for a while."""
 
 _PADDING_BYTES: Final = 1 << 20  # for the padding between tensors
 _PAGE_BYTES: Final = mmap.PAGESIZE
-_CHUNK_BYTES: Final = 1 << 20  # returned to the system at once: 0.1 to 0.3 ms
-_STEP_S: Final = 1e-3
+_RELEASED_BYTES: Final = 16 << 20  # at once: 2 to 6 ms
 _NORESERVE: Final = 0x4000 if sys.platform == "linux" else 0  # mman.h; Python names it since 3.13
 
 
@@ -82,9 +80,7 @@ class SharedMemory:
 class WorkerRegion:
     """A worker's region, in blocks by first fit: few requests at a time reuse the same memory.
 
-    The first write to a page that has returned to the system costs ten times a later one. So pages
-    stay while blocks use them again and again. The region may be that of a worker that has ended:
-    at first, any page may be used.
+    The region may be that of a worker that has ended: at first, any page may be used.
 
     Only one thread may call the methods. Any thread may release a block.
     """
@@ -95,13 +91,8 @@ class WorkerRegion:
         self._released: deque[tuple[int, int]] = deque()
         # reference to the view, offset and bytes, by the id of the reference
         self._blocks: dict[int, tuple[weakref.ref[np.ndarray], int, int]] = {}
-        self._kept_end = size  # no page beyond it is used
-        self._recent_end = self._idle_end = 0  # of blocks of this period, and of the one before
-
-    @property
-    def keeps_pages(self) -> bool:
-        """True if pages beyond `RETAINED_BYTES` may be used."""
-        return self._kept_end > RETAINED_BYTES
+        self._used_end = size  # no page beyond it is used
+        self._is_idle = False  # nothing was allocated since `release_idle_pages` was called
 
     def allocate(self, size: int) -> Block:
         """Allocates a block of `size` bytes.
@@ -121,8 +112,7 @@ class WorkerRegion:
         else:
             self._holes[position] = (offset + padded, room - padded)
         view = self._shared_memory.view(self._index, offset, size)
-        end = offset + padded
-        self._recent_end, self._kept_end = max(self._recent_end, end), max(self._kept_end, end)
+        self._used_end, self._is_idle = max(self._used_end, offset + padded), False
         # weakref.finalize would take four times as long
         reference = weakref.ref(view, self._release)
         self._blocks[id(reference)] = reference, offset, padded
@@ -133,21 +123,20 @@ class WorkerRegion:
         _, offset, size = self._blocks.pop(id(reference))
         self._released.append((offset, size))
 
-    def begin_period(self) -> None:
-        """Begins a period. Pages beyond all blocks of the one before are idle."""
-        blocks = self._blocks.copy().values()  # another thread may release one
-        live_end = max((offset + size for _, offset, size in blocks), default=0)
-        self._idle_end, self._recent_end = max(self._recent_end, live_end), live_end
-
     def release_idle_pages(self) -> bool:
-        """Returns idle pages to the system for about a millisecond; True if more are left."""
-        end = max(self._idle_end, self._recent_end, RETAINED_BYTES)
-        stop_at = time.perf_counter() + _STEP_S
-        while self._kept_end > end and time.perf_counter() < stop_at:
-            start = max(end, self._kept_end - _CHUNK_BYTES)
-            self._shared_memory.release_pages(self._index, start, self._kept_end)
-            self._kept_end = start
-        return self._kept_end > end
+        """Returns some pages beyond `RETAINED_BYTES` to the system, if no block is in use, and none
+        was allocated since the last call; returns True if more are left.
+
+        The first write to such a page costs ten times a later one, so that the large requests of
+        one client after the other keep them.
+        """
+        was_idle, self._is_idle = self._is_idle, True
+        if self._blocks or not was_idle or self._used_end <= RETAINED_BYTES:
+            return False
+        start = max(RETAINED_BYTES, self._used_end - _RELEASED_BYTES)
+        self._shared_memory.release_pages(self._index, start, self._used_end)
+        self._used_end = start
+        return start > RETAINED_BYTES
 
     def _add_hole(self, offset: int, size: int) -> None:
         """Adds a hole and merges it with its neighbours."""

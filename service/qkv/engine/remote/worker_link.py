@@ -1,39 +1,29 @@
-"""The device process's connection to one worker: receives jobs, runs them, sends their results."""
+"""The device process's connection to one worker: receives jobs, runs them, answers each."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import Final
+from typing import Any, Final
 
-import orjson
+import numpy as np
 
 from qkv.engine.device_errors import EngineStopped
 from qkv.engine.engine import Engine
 from qkv.engine.remote.channel import Channel
-from qkv.engine.remote.job_memory import layouts_of
-from qkv.engine.remote.messages import (
-    JobRequest,
-    MessageType,
-    pack_id,
-    pack_result,
-    pack_results,
-    unpack_id,
-)
+from qkv.engine.remote.job_memory import layouts_of, read_inputs
+from qkv.engine.remote.messages import JobRequest, JobResult, MessageType
 from qkv.engine.remote.shared_memory import SharedMemory
-from qkv.engine.remote.worker_job import WorkerJob
-from qkv.errors import Internal, QkvError
-from qkv.jobs.plan_cache import PlanCache
+from qkv.errors import Internal, QkvError, ServiceUnavailable
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
+from qkv.jobs.plan_description import KnownPlans
 from qkv.jobs.result import Result
+from qkv.jobs.tenant import Tenant
 
-__all__ = ["WorkerLink"]
+__all__ = ["WorkerJob", "WorkerLink"]
 
 _log = logging.getLogger("qkv.device")
 
@@ -41,11 +31,57 @@ _LARGE_BYTES: Final = 1 << 20  # larger outputs are copied in a thread, not on t
 _POLL_S: Final = 0.01
 
 
+class WorkerJob(Job):
+    """A job that is answered through the link to its worker instead of a future.
+
+    The engine does not see that it is cancelled, and answers every job, so that the worker knows
+    when nothing reads its inputs any more.
+
+    Args:
+        answer: gets its result or its error.
+        request: the received request.
+        plan: its plan.
+        inputs: bytes of its tensors.
+
+    Attributes:
+        id: the worker's number for it.
+        outputs_offset: offset of the memory for its outputs.
+        is_wanted: the worker waits for its result.
+    """
+
+    __slots__ = ("_answer", "id", "is_wanted", "outputs_offset")
+
+    def __init__(
+        self,
+        answer: Callable[[WorkerJob, Result | BaseException], None],
+        request: JobRequest,
+        plan: Plan,
+        inputs: np.ndarray,
+    ) -> None:
+        super().__init__(plan, *read_inputs(plan, inputs))
+        self._answer, self.id, self.outputs_offset = answer, request.id, request.outputs_offset
+        self.tenant, self.priority = Tenant(request.tenant, request.weight), request.priority
+        self.submitted_at, self.deadline = request.submitted_at, request.deadline
+        self.timer, self.is_wanted = None, True
+
+    @property
+    def is_cancelled(self) -> bool:
+        """False: it is answered in any case."""
+        return False
+
+    def resolve(self, outcome: Result | BaseException) -> None:
+        """Sends its result or its error."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None  # which refers to this object
+        self._answer(self, outcome)
+
+
 class WorkerLink:
-    """The connection to one worker, and its pending jobs.
+    """The connection to one worker, and its jobs that have no answer yet.
 
     A restarted worker takes over the memory region of the previous one. READY is sent once this
-    process no longer reads or writes that region for the previous worker.
+    process has answered all jobs of the previous worker: then it does not use the region any more.
 
     Args:
         index: index of the worker.
@@ -60,22 +96,20 @@ class WorkerLink:
         index: int,
         engine: Engine,
         shared_memory: SharedMemory,
-        plans: PlanCache,
+        plans: KnownPlans,
         on_lost: Callable[[], None],
     ) -> None:
         self._index = index
         self._engine, self._shared_memory, self._plans = engine, shared_memory, plans
         self._on_lost = on_lost
-        self._pending: dict[int, WorkerJob] = {}
-        # packed, by backend and notes
-        self._results: dict[tuple[str, tuple[str, ...]], list[bytes]] = defaultdict(list)
-        self._cancelled_count = 0  # cancelled jobs whose inputs the device may still read
+        self._jobs: dict[int, WorkerJob] = {}
+        self._results: list[JobResult] = []  # not sent yet
         self._channel: Channel | None = None
-        self._reply_tasks: set[asyncio.Task[None]] = set()
+        self._copy_tasks: set[asyncio.Task[None]] = set()
 
     @property
     def is_connected(self) -> bool:
-        """True while the worker may send frames."""
+        """True while the worker may send messages."""
         return self._channel is not None and not self._channel.closed.is_set()
 
     async def open(self, end: socket.socket) -> None:
@@ -86,134 +120,126 @@ class WorkerLink:
         channel = self._channel = Channel(
             self._on_message, lambda: self._on_connection_lost(channel)
         )
-        while self._cancelled_count:
-            gc.collect()  # an exception's traceback may be all that still refers to a job
+        while self._jobs:  # noqa: ASYNC110 (an event would cost each job something)
             await asyncio.sleep(_POLL_S)
         await channel.open(end)
-        channel.send(MessageType.READY, self._engine.device_name.encode())
+        channel.send(MessageType.READY, self._engine.device_name)
 
     async def close(self) -> None:
         """Sends all results, and waits until the channel is closed."""
         await asyncio.sleep(0)  # for results that the engine has just resolved
-        await asyncio.gather(*self._reply_tasks)
+        await asyncio.gather(*self._copy_tasks)
         self._flush()
         if self._channel is not None and self.is_connected:
             self._channel.close()
             await self._channel.closed.wait()
 
-    def _on_message(self, kind: MessageType, payload: bytes) -> None:
-        """Handles a frame of the worker."""
+    def _on_message(self, kind: MessageType, parts: Sequence[Any]) -> None:
+        """Handles a message of the worker."""
         if kind == MessageType.RUN:
-            self._run_jobs(JobRequest.unpack_all(payload))
+            (requests,) = parts
+            self._run_jobs([JobRequest(*request) for request in requests])
         elif kind == MessageType.CANCEL:
-            job = self._pending.get(unpack_id(payload)[0])
-            if job is not None and not job.is_done:
-                self._cancel(job)
+            (id,) = parts
+            if id in self._jobs:
+                self._cancel(self._jobs[id])
 
     def _run_jobs(self, requests: Sequence[JobRequest]) -> None:
-        """Submits the jobs of a frame to the engine."""
+        """Submits the jobs of a message to the engine."""
         jobs = []
         for request in requests:
             try:
-                plan = self._plans.decode(request.plan)
-                inputs = self._shared_memory.view(
-                    self._index, request.inputs_offset, layouts_of(plan).input_bytes
-                )
-                job = self._pending[request.id] = WorkerJob(self, request, plan, inputs)
-            except Exception as error:
-                self.send_error(request.id, error)
+                if (plan := self._plans.find(request.plan, request.plan_content)) is None:
+                    self._send(MessageType.UNKNOWN_PLAN, request.id)
+                    continue
+                size = layouts_of(plan).input_bytes
+                inputs = self._shared_memory.view(self._index, request.inputs_offset, size)
+                job = self._jobs[request.id] = WorkerJob(self._answer, request, plan, inputs)
+            except Exception as error:  # a bug: the worker has validated the plan
+                self._send_error(request.id, error)
             else:
                 jobs.append(job)
         self._engine.submit_all(jobs)
 
-    def send_result(self, job: WorkerJob, result: Result) -> None:
-        """Copies the outputs of a job into shared memory, and sends its times."""
-        if layouts_of(job.plan).outputs.size > _LARGE_BYTES:
-            task = asyncio.create_task(self._send_large_result(job, result))
-            self._reply_tasks.add(task)
-            task.add_done_callback(self._reply_tasks.discard)
-            return
-        try:
-            self._write_outputs(job, result)
-        except Exception as error:
-            self.send_error(job.id, error)
+    def _answer(self, job: WorkerJob, outcome: Result | BaseException) -> None:
+        """Copies the outputs of a job into shared memory, and sends what was measured; or sends its
+        error."""
+        if self._jobs.get(job.id) is not job:
+            return  # it has its answer
+        if not isinstance(outcome, Result):
+            self._send_error(job.id, outcome)
+        elif not job.is_wanted:
+            self._send_error(job.id, _cancelled())
+        elif layouts_of(job.plan).outputs.size > _LARGE_BYTES:
+            task = asyncio.create_task(self._answer_large(job, outcome))
+            self._copy_tasks.add(task)
+            task.add_done_callback(self._copy_tasks.discard)
         else:
-            self._send_times(job, result)
+            try:
+                self._write_outputs(job, outcome)
+            except Exception as error:
+                self._send_error(job.id, error)
+            else:
+                self._send_result(job, outcome)
 
-    async def _send_large_result(self, job: WorkerJob, result: Result) -> None:
-        failure = None
+    async def _answer_large(self, job: WorkerJob, result: Result) -> None:
         try:
             await asyncio.to_thread(self._write_outputs, job, result)
         except Exception as error:
-            failure = error
-        if self._pending.get(job.id) is not job:  # the worker has exited
-            return
-        if failure is None:
-            self._send_times(job, result)
+            self._send_error(job.id, error)
         else:
-            self.send_error(job.id, failure)
+            self._send_result(job, result)
 
     def _write_outputs(self, job: WorkerJob, result: Result) -> None:
         layout = layouts_of(job.plan).outputs
         memory = self._shared_memory.view(self._index, job.outputs_offset, layout.size)
         layout.write(result.outputs, memory.data)
 
-    def _send_times(self, job: WorkerJob, result: Result) -> None:
-        """Sends the times of a job at the end of this turn of the event loop; at once if no other
-        job is here."""
-        del self._pending[job.id]
-        if not self._results and self._pending:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._results[result.backend, result.notes].append(pack_result(job.id, result))
-        if not self._pending:
+    def _send_result(self, job: WorkerJob, result: Result) -> None:
+        """Sends what was measured of a job at the end of this turn of the event loop; at once if no
+        other job is here."""
+        del self._jobs[job.id]
+        self._results.append(JobResult.of(job.id, result))
+        if not self._jobs:
             self._flush()
+        elif len(self._results) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Sends the results that are not sent yet: one frame for each backend."""
-        if self._channel is not None:
-            for (backend, notes), times in self._results.items():
-                self._channel.send(MessageType.RESULTS, pack_results(backend, notes, times))
-        self._results.clear()
+        """Sends the results that are not sent yet."""
+        if self._results:
+            self._send(MessageType.RESULTS, self._results)
+            self._results = []
 
-    def send_error(self, id: int, error: BaseException) -> None:
-        """Sends the error of a job."""
-        self._pending.pop(id, None)
+    def _send_error(self, id: int, error: BaseException) -> None:
+        """Sends the error of a job; logs it if it is a bug."""
+        self._jobs.pop(id, None)
+        if not isinstance(error, QkvError):
+            _log.error("a job could not be read, or its result not be sent", exc_info=error)
+            error = Internal("the computation failed")
+        is_stopped = isinstance(error, EngineStopped)
+        retry_after = error.retry_after or 1
+        self._send(MessageType.ERROR, id, error.status, error.problem(), retry_after, is_stopped)
+
+    def _send(self, kind: MessageType, *parts: Any) -> None:
         if self._channel is not None:
-            self._channel.send(MessageType.ERROR, pack_id(id) + _encode_error(error))
+            self._channel.send(kind, *parts)
 
     def _cancel(self, job: WorkerJob) -> None:
-        """Cancels a job; sends RELEASED once the device does not read its inputs any more."""
-        del self._pending[job.id]
-        job.cancel()
-        self._engine.remove(job)
-        self._cancelled_count += 1
-        on_released = partial(self._on_released, self._channel, job.id)
-        loop = asyncio.get_running_loop()
-
-        def on_finalized() -> None:
-            with suppress(RuntimeError):  # the loop is closed: this process ends
-                loop.call_soon_threadsafe(on_released)
-
-        weakref.finalize(job.inputs, on_finalized).atexit = False
-
-    def _on_released(self, channel: Channel | None, id: int) -> None:
-        self._cancelled_count -= 1
-        if channel is not None and channel is self._channel:
-            channel.send(MessageType.RELEASED, pack_id(id))
+        """Answers a queued job now. One that runs is answered at its end, without outputs."""
+        job.is_wanted = False
+        if self._engine.remove(job):
+            self._send_error(job.id, _cancelled())
 
     def _on_connection_lost(self, channel: Channel) -> None:
         """Cancels the jobs of a worker that has exited."""
         if channel is self._channel:
-            self._results.clear()
-            for job in list(self._pending.values()):
+            self._results = []
+            for job in list(self._jobs.values()):
                 self._cancel(job)
             self._on_lost()
 
 
-def _encode_error(error: BaseException) -> bytes:
-    """Encodes an error for the worker; logs it if it is a bug."""
-    if not isinstance(error, QkvError):
-        _log.error("a job could not be decoded, or its result could not be sent", exc_info=error)
-        error = Internal("the computation failed")
-    is_stopped = isinstance(error, EngineStopped)
-    return orjson.dumps([error.status, error.problem(), error.retry_after or 1, is_stopped])
+def _cancelled() -> QkvError:
+    """Returns the answer of a cancelled job. Its worker awaits it, and no client gets it."""
+    return ServiceUnavailable("the job was cancelled")

@@ -97,7 +97,8 @@ class CompareEntry(NamedTuple):
         """
         has_rows = query_axis(self.plan.variant.outputs["weights"]) is not None
         form = WeightForm("rows", rows=tuple(rows)) if has_rows else FULL
-        plan = replace(self.plan, outputs=frozenset({"weights"}), form=form)
+        fields = {**self.plan.fields, "outputs": ["weights"], "weights": form.as_json}
+        plan = replace(self.plan, outputs=frozenset({"weights"}), form=form, fields=fields)
         return plan.measured(float64=True)
 
 

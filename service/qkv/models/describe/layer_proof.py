@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_weights import Array
-from qkv.engine.local import attend
 from qkv.errors import QkvError
+from qkv.local import attend
 from qkv.models.describe.layer_record import LayerRecord, first_tensor
 from qkv.models.describe.rotary_angles import Unfit
 from qkv.tensors import RawTensor
