@@ -123,8 +123,8 @@ class DeviceLink:
         once if no other is on the way."""
         job = transfer.job
         description = job.plan.derived(describe)
-        is_known = job.plan in self._plans
-        self._plans.add(job.plan)
+        if not (is_known := job.plan in self._plans):
+            self._plans.add(job.plan)
         request = JobRequest(
             transfer.id,
             description.key,
