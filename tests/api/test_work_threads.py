@@ -79,6 +79,40 @@ def test_work_of_clients_that_leave_ends_and_runs_do_not_wait(
     assert server.http.post(path, json=BODIES[path]).is_success
 
 
+def test_client_that_leaves_has_its_request_admitted_until_the_thread_is_free(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread cannot be stopped within a piece of its work, and holds the tensors so long."""
+    begun, stopped, piece_ends = threading.Event(), threading.Event(), threading.Event()
+
+    def work(_: object, raise_if_stopped: Callable[[], None]) -> None:
+        begun.set()
+        try:
+            while not piece_ends.wait(0.001):
+                raise_if_stopped()
+        finally:
+            stopped.set()
+            piece_ends.wait(TIMEOUT_S)
+
+    def admitted() -> int:
+        return server.engine.admission.bodies.total.requests
+
+    monkeypatch.setattr("qkv.api.endpoints.layers.list_layers", work)
+    body = json.dumps(BODIES["/v1/layers"])
+    head = f"POST /v1/layers HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    try:
+        with socket.create_connection(server.address, TIMEOUT_S) as leaving:
+            leaving.sendall((head + body).encode())
+            assert begun.wait(TIMEOUT_S)
+        assert stopped.wait(TIMEOUT_S)
+        for _ in range(3):  # the event loop has gone on
+            assert server.http.get("/livez").is_success
+        assert admitted() == 1
+    finally:
+        piece_ends.set()
+    wait_until(lambda: admitted() == 0)
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_deadline_holds_for_waiting_and_for_work(
     server: Server, monkeypatch: pytest.MonkeyPatch, path: str
