@@ -68,7 +68,9 @@ REFUSED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 }
 ASKING: Final = "bart blip-2 dia llama4_text nanochat olmoe pegasus_x siglip speecht5 t5gemma yoso"
 
-DESCRIBED: Final = "arcee aya_vision bart cohere2_moe exaone4 helium hubert olmo3 seed_oss vit"
+DESCRIBED: Final = (
+    "arcee aya_vision bart cohere2_moe exaone4 helium hubert olmo3 owlvit seed_oss vit"
+)
 """Types that `qkv describe` describes, most of them unknown to the tables of this project."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,11 +15,12 @@ from transformers import PreTrainedModel
 from qkv.models.attention_call import AttentionCall
 from qkv.models.capture import capture
 from qkv.models.describe.drawn_model import quiet
-from qkv.models.describe.random_inputs import draw_inputs, runners
+from qkv.models.describe.random_inputs import draw_inputs, towers
 
 __all__ = ["LayerRecord", "first_tensor", "record"]
 
 _SEED: Final = 3
+_FEW: Final = 16  # tokens, for models that take fewer than others
 
 
 @dataclass
@@ -69,7 +71,7 @@ def record(
     length: int,
     positions: Sequence[int] | None = None,
 ) -> dict[str, LayerRecord]:
-    """Runs a model, and its parts if a layer is in none that ran.
+    """Runs a model, and its towers if a layer is in none that ran.
 
     Args:
         model: in float64.
@@ -85,12 +87,11 @@ def record(
         for path, names in layers.items():
             stack.callback(_hook(model, path, names, records))
         with capture(model) as calls:
-            for runner in runners(model):
+            for runner, inputs in _attempts(model, length, positions):
                 if all(path in records and records[path].output is not None for path in layers):
                     break
-                torch.manual_seed(_SEED)
-                with contextlib.suppress(Exception):  # whatever a model does; its parts still run
-                    runner(**_inputs(runner, length, positions))
+                with contextlib.suppress(Exception):  # whatever a model does with such inputs
+                    runner(**inputs)
     for path, found in records.items():
         below = f"{path}."
         found.call = next((c for c in calls if f"{c.layer}.".startswith(below)), None)
@@ -99,8 +100,24 @@ def record(
     return {path: found for path, found in records.items() if found.output is not None}
 
 
-def _inputs(runner: nn.Module, length: int, positions: Sequence[int] | None) -> dict[str, Any]:
-    inputs = draw_inputs(runner, length)
+def _attempts(
+    model: PreTrainedModel, length: int, positions: Sequence[int] | None
+) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+    """Yields a model and its parts with inputs: those that it needs, all, and fewer tokens."""
+    lengths = [length] if positions is not None else [length, min(length, _FEW)]
+    for tokens, every in itertools.product(lengths, (False, True)):
+        with contextlib.suppress(Exception):  # a model that no input is known for
+            yield model, _inputs(model, tokens, positions, every=every)
+    for tower in towers(model):
+        with contextlib.suppress(Exception):
+            yield tower, _inputs(tower, length, positions)
+
+
+def _inputs(
+    runner: nn.Module, length: int, positions: Sequence[int] | None, *, every: bool = False
+) -> dict[str, Any]:
+    torch.manual_seed(_SEED)
+    inputs = draw_inputs(runner, length, every=every)
     if positions is not None:
         batch = len(next(iter(inputs.values())))
         inputs["position_ids"] = torch.tensor(positions).expand(batch, -1)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = ["BATCH", "draw_inputs", "runners"]
+__all__ = ["BATCH", "draw_inputs", "runners", "towers"]
 
 BATCH: Final = 2
 _WIDTH: Final = 64
 _FRAMES: Final = 64
 _PATCHES: Final = 4  # at a side of an image
+_OF_TOWERS: Final = ("pixel_values", "input_features", "input_values")
 
 
 def runners(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -37,12 +38,27 @@ def _is_time_first(part: nn.Module) -> bool:
     return any(not module.batch_first for module in every)
 
 
-def draw_inputs(model: nn.Module, length: int) -> dict[str, Any]:
+def towers(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Yields the parts of a model that are models of images or sounds.
+
+    What a text tower sees may depend on the model around it, and what a stack of layers sees on the
+    masks that it gets: neither runs alone as it does there.
+    """
+    for part in model.modules():
+        if part is model or not isinstance(part, PreTrainedModel):
+            continue
+        parameters = inspect.signature(part.forward).parameters
+        if part.main_input_name in _OF_TOWERS and part.main_input_name in parameters:
+            yield part
+
+
+def draw_inputs(model: nn.Module, length: int, *, every: bool = False) -> dict[str, Any]:
     """Returns random inputs for the arguments that a model needs.
 
     Args:
         model: or a part of one.
         length: of sequences of tokens. That of images and sounds follows from the model.
+        every: texts, images and sounds, whatever of these it takes.
     """
     parameters = inspect.signature(model.forward).parameters
     config = getattr(model, "config", None)
@@ -50,6 +66,8 @@ def draw_inputs(model: nn.Module, length: int) -> dict[str, Any]:
     needed |= {getattr(model, "main_input_name", "input_ids"), "bbox"} & parameters.keys()
     if getattr(config, "is_encoder_decoder", False):
         needed |= {"decoder_input_ids"} & parameters.keys()
+    if every:
+        needed |= {"input_ids", *_OF_TOWERS} & parameters.keys()
     if not needed & {*_MAKERS}:
         needed |= set(list(parameters)[:1])
     made = {
