@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-__all__ = ["FIRST_FORM", "HOST", "UNITS", "Cost", "Prediction", "Unit", "predict_rate", "rate_of"]
-
 FIRST_FORM: Final = "q, k, v in float32"
 """The form of request that the others are compared with."""
 

@@ -9,8 +9,6 @@ from typing import Final
 from capacity_model import FIRST_FORM, UNITS, Cost, Prediction, rate_of
 from tables import Cell, Table, format_cell, spread
 
-__all__ = ["build_tables"]
-
 _RATE: Final = 1_000_000
 
 

@@ -11,8 +11,6 @@ from load import BenchRequest, LoadResult, load
 from service import Service, running_service
 from tables import Cell, Table, percentile, spread
 
-__all__ = ["measure_fair_shares"]
-
 ALICE, BATCH = "alice-0123456789ab", "batch-0123456789ab"
 KEYS: Final = f"alice:{ALICE}:3,batch:{BATCH}"
 WEIGHTS: Final = 3  # alice's, of batch's

@@ -18,11 +18,6 @@ from qkv.jobs.result import Result
 from qkv.tensors import FLOATING
 from support.hidden_waits import count_hidden_waits
 
-__all__ = [
-    "BitsResult", "OverlapResult", "WaitsResult", "bits_of", "measure_bits", "measure_overlap",
-    "measure_waits",
-]  # fmt: skip
-
 _WAITS_BATCH: Final = 8
 
 

@@ -25,11 +25,6 @@ from qkv.jobs.result import Result
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = [
-    "IN_FLIGHT", "WARM_UP_S", "MemoryResult", "RateResult", "measure_out_of_memory",
-    "measure_rates", "too_large",
-]  # fmt: skip
-
 IN_FLIGHT: Final = 4 * GPU_MAX_BATCH
 """Requests at the same time: while one batch runs, others wait in the queue."""
 WARM_UP_S: Final = 0.3

@@ -17,8 +17,6 @@ from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import DTYPES, FLOATING, RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["KINDS", "UNLIMITED", "Kind", "build_jobs", "kinds_of", "sizes_of"]
-
 UNLIMITED: Final = Limits(1 << 62, 1 << 62, 1 << 62)
 
 _RANK: Final = 16  # of projections of keys

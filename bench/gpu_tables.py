@@ -9,8 +9,6 @@ from gpu_batches import BitsResult, OverlapResult, WaitsResult
 from gpu_engine import MemoryResult, RateResult
 from tables import Cell, Table, spread
 
-__all__ = ["GpuResults", "SuiteResult", "build_tables"]
-
 
 class SuiteResult(NamedTuple):
     """The tests marked `gpu`: their counts, and the names of those that failed."""

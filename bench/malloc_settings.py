@@ -6,8 +6,6 @@ import ctypes
 import platform
 from typing import Final
 
-__all__ = ["keep_freed_memory"]
-
 # malloc.h
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3

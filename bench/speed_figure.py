@@ -13,8 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from speed_tables import BASELINE, Rows
 
-__all__ = ["write_figure"]
-
 # Okabe and Ito's palette for colour-blind readers; with a darker orange, without the light yellow
 _COLOURS: Final = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B87A00", "#000000", "#7A5195",

@@ -7,8 +7,6 @@ from typing import Any, Final
 
 from tables import Cell, Table, quartiles
 
-__all__ = ["BASELINE", "Rows", "build_tables"]
-
 BASELINE: Final = ("softmax", "plain torch")  # torch's own attention, the baseline
 
 _LABELS: Final = {"qkv": "", "plain torch": "plain torch", "library": "library formula"}

@@ -22,11 +22,6 @@ import torch
 
 import qkv
 
-__all__ = [
-    "DOCS", "Cell", "Results", "Table", "add_options", "describe_machine", "finish", "format_cell",
-    "percentile", "quartiles", "read_results", "spread", "write_page",
-]  # fmt: skip
-
 DOCS: Final = Path(__file__).parent.parent / "docs"
 END: Final = "<!-- end -->\n"
 

@@ -9,8 +9,6 @@ from typing import Final, NamedTuple
 from bodies import SHAPES, build_request, tensors_of
 from load import BenchRequest
 
-__all__ = ["WORKLOADS", "Workload"]
-
 Address = tuple[str, int]
 
 _LENGTHS: Final = range(20, 220)

@@ -18,8 +18,6 @@ from typing import Final, Literal, NamedTuple
 
 from playwright.sync_api import Page, sync_playwright
 
-__all__ = ["main"]
-
 
 class Picture(NamedTuple):
     """A picture: size of the window, theme, example and selected row."""

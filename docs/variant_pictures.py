@@ -20,19 +20,6 @@ from qkv.client.figures.scale import Scale
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = [
-    "COLOURS",
-    "INPUT",
-    "TOKENS",
-    "Way",
-    "draw",
-    "draw_delta_beside_softmax",
-    "has_matrix",
-    "inputs",
-    "to_svg",
-    "ways",
-]
-
 TOKENS: Final = "abcdefbcdgHibcdj"
 """A token for each position: b c d occurs three times; H is three times as large as the others."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from qkv.testing import Report
 
-__all__ = ["Oracle", "qkv_oracle"]
-
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 """The dtypes of a marker without `dtype`: those of `verify`, whose module needs torch."""
 

@@ -21,8 +21,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from census.comparison import Place, keys_of, with_three_axes
 from census.real_model import Call, tensors_in
 
-__all__ = ["asked_fields", "asked_tables", "write_answers"]
-
 _FIELDS: Final = "positions|rope|alibi|causal|window|softcap|scale|heads|qk_norm|layout"
 _TABLES: Final = (
     ("position_embeddings",), ("cos", "sin"), ("rotary_pos_emb",), ("freqs_cis",),

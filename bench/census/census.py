@@ -24,8 +24,6 @@ from qkv.errors import QkvError
 from qkv.models.describe.described_model import describe
 from qkv.models.describe.toml_text import toml_of
 
-__all__ = ["Answered", "Case", "DescribedOutcome", "Outcome", "examine", "examine_described"]
-
 _ASKS: Final = re.compile(r"; write (below|into) ")
 _NO_LAYER: Final = re.compile(r"has 0 attention layers")
 

@@ -23,11 +23,6 @@ from qkv.attention.layers import layout_catalogue
 from qkv.attention.layers.layer import Layer
 from qkv.errors import QkvError
 
-__all__ = [
-    "TOLERANCE", "Place", "TensorNames", "Verdict", "compare", "keys_of", "places_of_found",
-    "record_places", "with_three_axes",
-]  # fmt: skip
-
 TOLERANCE: Final = 1e-3
 """The largest error of a right layer, relative to the largest number of its module."""
 _CROSS: Final = (

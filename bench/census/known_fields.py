@@ -12,8 +12,6 @@ from qkv.jobs.loaded import config_fields
 from qkv.jobs.loaded.config_fields import HARMLESS
 from qkv.jobs.loaded.known_models import KNOWN
 
-__all__ = ["FILE", "as_text"]
-
 FILE: Final = Path(config_fields.__file__).with_suffix(".json")
 
 

@@ -10,8 +10,6 @@ from census.small_configs import small_config
 from qkv.jobs.loaded.config_fields import NOT_OF_MODELS
 from qkv.jobs.loaded.known_models import KNOWN
 
-__all__ = ["YARN", "variants_of"]
-
 YARN: Final = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
     "original_max_position_embeddings": 16,

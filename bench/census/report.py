@@ -11,15 +11,6 @@ from tables import Cell, Table
 from census.census import DescribedOutcome, Outcome
 from census.comparison import Verdict
 
-__all__ = [
-    "lines_of",
-    "lines_of_described",
-    "summary",
-    "table_of_described",
-    "table_of_kinds",
-    "table_of_served",
-]
-
 _KINDS: Final = {
     "served": "are served as they are, some with a tower that asks or is refused",
     "asks": "ask for lines of `qkv.toml`",

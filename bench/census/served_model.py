@@ -19,8 +19,6 @@ from qkv.jobs.loaded.loaded_layers import LoadedCheckpoint, LoadedLayers
 from qkv.jobs.plan import Limits, Plan
 from qkv.wire.message import Message
 
-__all__ = ["ServedModel"]
-
 _BYTES: Final = 1 << 30
 _NAME: Final = "census"
 

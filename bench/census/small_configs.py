@@ -14,8 +14,6 @@ from typing import Any, Final
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-__all__ = ["HEADS", "LENGTH", "VOCABULARY", "WIDTH", "fields_of", "model_types", "small_config"]
-
 WIDTH: Final = 64
 HEADS: Final = 4
 LENGTH: Final = 12

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["LEAST_LENGTH", "MAX_KEYS", "ApiKey", "ValidApiKeys", "parse_api_keys", "read_api_keys"]
-
 MAX_KEYS: Final = 1024
 """The largest number of keys of a service."""
 LEAST_LENGTH: Final = 16

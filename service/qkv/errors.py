@@ -8,33 +8,6 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
-__all__ = [
-    "PROTOCOL_ERROR",
-    "TYPE_PREFIX",
-    "ClientDisconnected",
-    "DeadlineExceeded",
-    "Forbidden",
-    "HeadersTooLarge",
-    "Internal",
-    "InvalidContent",
-    "MalformedRequest",
-    "MethodNotAllowed",
-    "NotAcceptable",
-    "NotFound",
-    "PayloadTooLarge",
-    "QkvError",
-    "RequestTimeout",
-    "ServiceUnavailable",
-    "TooManyRequests",
-    "Unauthorized",
-    "UnsupportedMediaType",
-    "UnsupportedTransferCoding",
-    "format_value",
-    "from_problem",
-    "pointer_to",
-    "stopping",
-]
-
 PROTOCOL_ERROR: Final = "qkv.protocol_error"
 """Key of an ASGI scope: the error of a request that its server could not read."""
 

@@ -23,8 +23,6 @@ from pydantic_settings import (
 from qkv.api_keys import ApiKey, parse_api_keys, read_api_keys
 from qkv.tracing_variables import is_tracing_enabled
 
-__all__ = ["Settings", "find_unknown_variables"]
-
 _PREFIX: Final = "QKV_"
 _CLI_VARIABLES: Final = {"QKV_URL", "QKV_API_KEY"}  # of the client commands
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from qkv.errors import InvalidContent
 
-__all__ = ["DTYPES", "FLOATING", "RawTensor", "are_booleans", "nbytes", "unsupported_dtype"]
-
 DTYPES: Final[dict[str, np.dtype]] = {
     "float64": np.dtype("<f8"),
     "float32": np.dtype("<f4"),

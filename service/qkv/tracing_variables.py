@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["is_tracing_enabled"]
-
 _OTLP: Final = "EXPORTER_OTLP"
 _OTEL: Final = (
     *("SDK_DISABLED", "TRACES_EXPORTER", f"{_OTLP}_ENDPOINT", f"{_OTLP}_TRACES_ENDPOINT"),

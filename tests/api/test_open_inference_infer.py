@@ -278,7 +278,10 @@ def test_model_list_and_repository_index(server: Server) -> None:
         entries = server.http.post(index, content=content).json()
         assert [e["name"] for e in entries] == names
         assert {(e["version"], e["state"], e["reason"]) for e in entries} == {("1", "READY", "")}
-    for content, message in ((b'{"ready": 1}', "a valid boolean"), (b'{"foo": 1}', "unknown field")):
+    for content, message in (
+        (b'{"ready": 1}', "a valid boolean"),
+        (b'{"foo": 1}', "unknown field"),
+    ):
         assert message in error_of(server.http.post(index, content=content))
     error_of(server.http.post(index, content=b" " * 70_000), 413)
 

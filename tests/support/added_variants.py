@@ -15,8 +15,6 @@ from qkv.attention import variant_file
 from support.package_copies import CopiedService, copy_package, serving
 from support.paths import ROOT
 
-__all__ = ["BROKEN", "COSINE", "copied_package", "copied_service", "files", "law_results"]
-
 COSINE: Final = variant_file.example()
 
 HEAD: Final = '''\

@@ -11,8 +11,6 @@ from support.dtypes import exact_dtype
 from support.variant_bounds import bounds_of, is_near
 from support.variant_calls import OUTPUT, VARIANTS, with_padding
 
-__all__ = ["assert_agrees"]
-
 ONE_PATH: Final = ("efficient", "linear", "taylor")
 """Variants whose output has the same bits alone and beside other outputs."""
 

@@ -12,11 +12,6 @@ from torch import Tensor, nn
 
 from qkv.models.attention_call import AttentionCall
 
-__all__ = [
-    "CASES", "FAMILIES", "Family", "PlainAttention", "assert_repeats", "assert_same_bits", "build",
-    "run_model", "state_of", "tensors_of",
-]  # fmt: skip
-
 WIDTH: Final = 16
 HEADS: Final = 4
 LENGTH: Final = 6

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-__all__ = ["NOT_INITIALIZED", "Fork", "read_forks"]
-
 FORK_LOG: Final = "FORK_LOG"
 LOOK_FIRST: Final = "LOOK_FOR_THE_DEVICE"
 """A variable: if it is set, the process looks for the device before it serves, as it must not."""

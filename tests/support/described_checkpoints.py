@@ -11,8 +11,6 @@ from qkv.wire.checkpoint.checkpoint import Checkpoint
 from support.loaded_checkpoints import to_toml
 from support.small_checkpoints import BERT, bert_tensors, write
 
-__all__ = ["BLOCKS", "FIELDS", "PROOF", "described_bert", "kind_of"]
-
 BLOCKS: Final = ["encoder.layer.0", "encoder.layer.1"]
 FIELDS: Final[dict[str, Any]] = {
     "layout": "bert", "heads": 4, "kv_heads": 4, "causal": False, "positions": "none",

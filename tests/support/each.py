@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["each"]
-
 
 def each(
     names: str | Sequence[str], values: Iterable[Any]

@@ -12,8 +12,6 @@ from support.faulty_processes import TOPOLOGIES, Service
 from support.processes import TIMEOUT_S, wait_until
 from support.service_processes import PATH, TINY_BODY, address
 
-__all__ = ["FAULTS", "Fault"]
-
 
 @dataclass(frozen=True)
 class Fault:

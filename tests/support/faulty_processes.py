@@ -28,8 +28,6 @@ from support.service_processes import (
 )
 from support.small_requests import body, outputs
 
-__all__ = ["CLIENTS", "TOPOLOGIES", "Service", "Topology", "watch"]
-
 CLIENTS: Final = 4
 """Clients that send a request once; as many others try again until it succeeds."""
 

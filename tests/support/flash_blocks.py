@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["average_blocks", "to_tf32"]
-
 
 def average_blocks(
     bugs: tuple[str, ...], scores: Tensor, hidden: Tensor, v: Tensor, block: int, sums: torch.dtype

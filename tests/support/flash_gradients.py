@@ -12,8 +12,6 @@ from torch import Tensor
 
 from support.flash_kernel import Attention, capped_scores, flash_kernel, hidden_pairs
 
-__all__ = ["flash_with_backward"]
-
 
 def flash_with_backward(*bugs: str) -> Attention:
     """Returns an attention function whose forward pass is right.

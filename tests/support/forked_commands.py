@@ -16,8 +16,6 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Final
 
-__all__ = ["ForkedCommand"]
-
 _SERVER: Final = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["qkv.cli.main", "qkv.server.startup", "qkv.server.worker"])
 

@@ -13,8 +13,6 @@ from typing import Final
 
 import pytest
 
-__all__ = ["NODE_PACKAGES", "PYTHON_GENERATORS", "node_folder", "python_generators", "run"]
-
 PYTHON_GENERATORS: Final = ("openapi-python-client==0.29.1", "datamodel-code-generator==0.89.0")
 NODE_PACKAGES: Final = ("openapi-typescript@7.13.0", "openapi-fetch@0.17.0", "typescript@5.9.3")
 

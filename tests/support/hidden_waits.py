@@ -8,8 +8,6 @@ from typing import Final, TypeVar
 
 import torch
 
-__all__ = ["count_hidden_waits"]
-
 T = TypeVar("T")
 
 _WAITS: Final = "called a synchronizing CUDA operation"

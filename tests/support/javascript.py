@@ -13,8 +13,6 @@ import pytest
 
 import qkv
 
-__all__ = ["Modules", "modules"]
-
 _MODULES: Final = (
     "checkpoint/checkpoint_files",
     "checkpoint/model_config",

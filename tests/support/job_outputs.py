@@ -9,8 +9,6 @@ import numpy as np
 from qkv.jobs.result import Result
 from support.known_requests import EPS
 
-__all__ = ["assert_close"]
-
 
 def assert_close(got: Sequence[Result], expected: Sequence[Result]) -> None:
     """Asserts equal names, dtypes and shapes, and numbers up to roundings of the largest.

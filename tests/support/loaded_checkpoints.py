@@ -18,8 +18,6 @@ from safetensors.torch import save_file
 
 from support.real_module import RealModule
 
-__all__ = ["layer_name", "minilm_folder", "write_checkpoint"]
-
 _KEPT: Final = ("heads", "kv_heads", "rope", "qk_norm", "alibi", "window", "softcap")
 
 

@@ -15,8 +15,6 @@ import httpx
 
 import qkv
 
-__all__ = ["CopiedService", "copy_package", "environment", "serving"]
-
 
 class CopiedService(NamedTuple):
     """A running service of a copied package.

@@ -8,8 +8,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["colours", "column_labels", "panels", "row_labels", "titles"]
-
 
 def panels(figure: Figure) -> list[Axes]:
     """Returns the axes with a matrix, without colour bars."""

@@ -11,8 +11,6 @@ from qkv.testing import Report, verify
 from support.flash_gradients import flash_with_backward
 from support.flash_kernel import flash_kernel
 
-__all__ = ["BUGS", "RIGHT", "Bug"]
-
 
 class Bug(NamedTuple):
     """A planted bug.

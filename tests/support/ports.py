@@ -6,8 +6,6 @@ import random
 import socket
 from typing import Final
 
-__all__ = ["free_port"]
-
 # above those of Ray's processes, below those that Linux gives to clients and for port 0: each of
 # them could take a port between its choice and the start of the server
 _PORTS: Final = range(20_000, 32_768)

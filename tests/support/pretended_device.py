@@ -25,8 +25,6 @@ from qkv.engine.device.accelerator import Accelerator
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device.device import MemoryUsage
 
-__all__ = ["PRETENDED", "PretendedDevice", "PretendedTensor", "counting", "faults", "live_tensors"]
-
 _T = TypeVar("_T")
 
 _NAME: Final = "pretended"

@@ -13,8 +13,6 @@ from zlib import crc32
 
 import pytest
 
-__all__ = ["PARTS", "is_expensive", "part_of"]
-
 PARTS: Final = ("quick", "rest")
 EXPENSIVE: Final = frozenset({"process", "browser", "install", "slow"})
 MAX_CASES: Final = 4

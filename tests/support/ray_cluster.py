@@ -26,8 +26,6 @@ from ray.serve.schema import LoggingConfig
 from support.paths import ROOT
 from support.ports import free_port
 
-__all__ = ["RayCluster", "running_ray"]
-
 _CPUS: Final = 4  # as Ray counts them: every replica reserves one
 _OBJECT_STORE_BYTES: Final = 100 << 20
 _MARK: Final = "RAY_CLUSTER_MARK"

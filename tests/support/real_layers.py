@@ -8,8 +8,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["REAL_LAYERS", "RealLayer", "llama"]
-
 _LENGTH: Final = 12
 _WIDTH: Final = 64
 _DEVIATION: Final = 0.3  # of weights: scores differ enough that attention is not uniform

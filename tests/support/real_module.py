@@ -17,10 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = [
-    "BATCH", "LENGTH", "RealModule", "Run", "call_module", "largest_error", "random_x",
-]  # fmt: skip
-
 BATCH: Final = 2
 LENGTH: Final = 11
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from support.known_requests import as_array, as_json
 from support.real_module import RealModule, Run, largest_error
 
-__all__ = ["Errors", "bound", "convert", "gradients", "measure", "output", "run"]
-
 _ZERO: Final = 1e-9
 """A gradient this much smaller than the largest one is 0 but for rounding: a key bias without
 positions adds the same number to all scores of a row."""

@@ -12,28 +12,6 @@ from support.real_module import BATCH, LENGTH, call_module
 from support.small_modules import MetaAttention
 from support.timm_import import import_timm
 
-__all__ = [
-    "HEADS",
-    "THETA",
-    "WIDTH",
-    "encoded",
-    "encoder",
-    "feed_pixels",
-    "feed_tokens",
-    "hf",
-    "meta",
-    "mha",
-    "other_widths",
-    "run_albert",
-    "run_bert",
-    "run_bloom",
-    "run_causal_mha",
-    "run_meta",
-    "run_mha",
-    "run_whisper",
-    "timm",
-]
-
 WIDTH: Final = 32
 HEADS: Final = 4
 THETA: Final = 500.0

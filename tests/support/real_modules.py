@@ -36,8 +36,6 @@ from support.real_module_models import (
 )
 from support.small_modules import NanoGPT, PlainHead, SplitHeads
 
-__all__ = ["CASES", "find"]
-
 _CAUSAL: Final = {"causal": True}
 _HEADS_FIELD: Final = {"heads": HEADS}
 _DECODER: Final = {

@@ -6,8 +6,6 @@ from typing import Any
 
 from qkv.attention import catalogue
 
-__all__ = ["reference_of"]
-
 
 def reference_of(call: Any) -> Any:
     """Returns the outputs of a call of a file in `variants`, as attributes."""

@@ -10,8 +10,6 @@ from support.flash_kernel import Attention
 from support.right_functions import right_functions
 from support.right_variants import RIGHT_VARIANTS, of_the_service
 
-__all__ = ["DTYPES", "RightDraw"]
-
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 
 _CAUSAL: Final = {"causal": True, "query_offset": "end"}

@@ -17,8 +17,6 @@ from qkv.attention.catalogue import find
 from qkv.models.variants import VariantFunction
 from support.flash_kernel import Attention
 
-__all__ = ["RIGHT_VARIANTS", "of_the_service"]
-
 Form = Callable[..., Tensor]
 
 

@@ -9,8 +9,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 from support.quick_tests import is_expensive
 
-__all__ = ["GroupScheduling", "sort_groups"]
-
 GROUPS: Final = {
     "tests/server/ray_serve/": "Ray",
     "tests/playground/": "Chromium",

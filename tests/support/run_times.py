@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["RunTimes"]
-
 
 class RunTimes:
     """A pytest plugin; under xdist it adds up the reports of all processes.

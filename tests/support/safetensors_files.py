@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-__all__ = ["INVALID", "STRICTER", "VALID", "file", "nested", "of_tensors", "tensor"]
-
 
 def file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
     """Returns a file; a header of bytes is used unchanged."""

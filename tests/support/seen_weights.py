@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["largest_weights"]
-
 
 def largest_weights(weights: Any, k: int | None = None) -> Any:
     """Returns the k largest weights of each row, or all, in descending order.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-__all__ = ["OnlySkips"]
-
 
 class OnlySkips:
     """A pytest plugin; with it a run fails that has skipped tests without the marker.

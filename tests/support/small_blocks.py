@@ -17,8 +17,6 @@ from qkv.attention.common import (
 )
 from qkv.attention.variants import efficient, linear, linformer, sigmoid, taylor
 
-__all__ = ["small_blocks"]
-
 # Private names, because a block is no promise: it only bounds the memory. With the real sizes a
 # test of several blocks needs tensors of gigabytes. No test sets these names elsewhere.
 _SIZES: Final = (

@@ -15,11 +15,6 @@ from qkv.errors import InvalidContent
 from qkv.jobs.loaded.checkpoint_loader import load_checkpoints
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
 
-__all__ = [
-    "BERT", "BYTES", "GEMMA", "HEADS", "LLAMA", "WIDTH", "bert", "bert_tensors", "llama",
-    "llama_tensors", "load", "problem_of", "write",
-]  # fmt: skip
-
 BYTES: Final = 1 << 30
 WIDTH: Final = 16
 HEADS: Final = 4

@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MetaAttention", "NanoGPT", "PlainHead", "SplitHeads"]
-
 
 class _CausalSelfAttention(nn.Module):
     """nanoGPT's attention without its fused kernel, which keeps its mask as the buffer `bias`."""

@@ -14,22 +14,6 @@ from qkv.attention import catalogue
 from qkv.tensors import DTYPES, RawTensor
 from qkv.wire.message import Message
 
-__all__ = [
-    "BOTH",
-    "CASES",
-    "GATES",
-    "Arrays",
-    "Case",
-    "as_arguments",
-    "as_tensor",
-    "assert_same_bits",
-    "in_parts",
-    "part",
-    "run",
-    "state_of",
-    "tokens",
-]
-
 Arrays = dict[str, Any]
 BOTH: Final = ["output", "state"]
 GATES: Final = {

@@ -7,8 +7,6 @@ import pty
 import struct
 import termios
 
-__all__ = ["open_terminal"]
-
 
 def open_terminal(columns: int = 80) -> tuple[int, int]:
     """Returns the two ends of a terminal: the test reads the first, a process writes the second.

@@ -18,8 +18,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final
 
-__all__ = ["import_timm"]
-
 _NAME: Final = "torchvision"
 
 

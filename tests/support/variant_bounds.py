@@ -19,8 +19,6 @@ from support.linformer_reference import random_projection
 from support.references import reference_of
 from support.tolerances import bounds as softmax_bounds
 
-__all__ = ["BOUNDS", "bounds_of", "efficient_roundings", "is_near", "mean_roundings"]
-
 Tensors = Mapping[str, Tensor]
 Parameters = Mapping[str, Any]
 EPS: Final = torch.finfo(torch.float64).eps

@@ -12,8 +12,6 @@ from torch.nn.functional import elu
 
 from support.flash_kernel import Attention
 
-__all__ = ["WRONG_GRADIENTS"]
-
 
 def _with_gradient_of(output: Tensor, other: Tensor) -> Tensor:
     """Returns the output, with the gradient of another tensor."""

@@ -23,8 +23,6 @@ import pytest
 
 from tools.mutations import Mutant, function_lines
 
-__all__ = ["Outcome", "Suite", "read_notes"]
-
 _PROCESS: Final = """import os
 if "COVERAGE_PROCESS_START" in os.environ:
     try:

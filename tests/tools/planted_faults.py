@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["PLANTED", "PlantedFault"]
-
 
 @dataclass(frozen=True)
 class PlantedFault:

@@ -71,16 +71,6 @@ from qkv.version import __version__
 if TYPE_CHECKING:
     from qkv.telemetry.tracing import Traces
 
-__all__ = [
-    "Runtime",
-    "create_app",
-    "load_layers",
-    "new_device_process",
-    "new_metrics_app",
-    "new_shared_state",
-    "queue_limits",
-]
-
 _PLAIN: Final[dict[str, Any]] = {
     "redirect_slashes": False,
     # qkv has spans and metrics of its own; FastAPI's would be a second set

@@ -16,8 +16,6 @@ from qkv.api_keys import ValidApiKeys
 from qkv.errors import Unauthorized
 from qkv.jobs.tenant import Tenant
 
-__all__ = ["PUBLIC_PATHS", "ApiKeyMiddleware", "ApiKeys"]
-
 PUBLIC_PATHS: Final = frozenset(("/livez", "/readyz", *HEALTH_PATHS)) | PATHS
 """Paths that need no key: health probes, and the files of the playground, which asks the user for a
 key."""

@@ -33,8 +33,6 @@ from qkv.jobs.fields import field_error
 from qkv.wire import json, require_acceptable
 from qkv.wire.message import Message
 
-__all__ = ["DEADLINE", "BodyFormat", "BodyRoute", "Deadline", "Received", "body_route"]
-
 _NAME: Final = "body"  # of the parameter of a handler
 
 

@@ -16,8 +16,6 @@ from qkv.errors import PayloadTooLarge
 from qkv.testing.case_spec import CaseSpec
 from qkv.testing.families import FAMILIES
 
-__all__ = ["MAX_HEADS", "MAX_NUMBERS", "MAX_PRODUCTS", "MAX_SCORES", "MAX_WIDTH", "check_cost"]
-
 MAX_HEADS: Final = 64
 """Most heads of all items, B H: matrix products have a cost for each."""
 MAX_WIDTH: Final = 256

@@ -24,8 +24,6 @@ from qkv.wire.message import Message
 from qkv.wire.tensor_types import FloatingDtype
 from qkv.wire.verify_responses import FIGURES, Figures, Verdict
 
-__all__ = ["AXES", "CaseFields", "DrawFields", "draw_case", "judge_case"]
-
 AXES: Final = "BHGLSDEIO"
 """The axes whose sizes a request may give."""
 _CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)

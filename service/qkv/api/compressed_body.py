@@ -12,8 +12,6 @@ from typing import Final
 
 from qkv.errors import MalformedRequest, PayloadTooLarge, UnsupportedMediaType
 
-__all__ = ["decompress", "is_compressed"]
-
 _PIECE_BYTES: Final = 1 << 20
 _GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32  # "deflate" in HTTP is the format of zlib
 

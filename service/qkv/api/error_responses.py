@@ -30,14 +30,6 @@ from qkv.errors import (
 from qkv.wire import json
 from qkv.wire.open_inference_responses import ModelError
 
-__all__ = [
-    "ErrorMiddleware",
-    "error_response",
-    "handle_http_error",
-    "handle_validation_error",
-    "unknown_path",
-]
-
 _log = logging.getLogger(__name__)
 
 _OPEN_INFERENCE_STATUSES = {406: 400, 415: 400, 422: 400, 504: 503}

@@ -19,8 +19,6 @@ from qkv.errors import ClientDisconnected, Internal, QkvError, stopping
 from qkv.wire import response as responses
 from qkv.wire.responses import Stopped
 
-__all__ = ["HEARTBEAT_S", "MEDIA_TYPE", "Event", "EventStreamResponse", "error_event"]
-
 _log = logging.getLogger(__name__)
 
 MEDIA_TYPE: Final = "text/event-stream"

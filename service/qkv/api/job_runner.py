@@ -34,14 +34,6 @@ from qkv.settings import Settings
 from qkv.telemetry.worker_state import WorkerState
 from qkv.wire.message import Message
 
-__all__ = [
-    "TIMEOUT_HEADER",
-    "JobRunner",
-    "cancel_on_disconnect",
-    "job_limits",
-    "until_disconnect",
-]
-
 _T = TypeVar("_T")
 
 TIMEOUT_HEADER: Final = "X-Request-Timeout"

@@ -19,8 +19,6 @@ from qkv.jobs.plan import Plan
 from qkv.jobs.result import Result
 from qkv.tensors import RawTensor
 
-__all__ = ["HostThread", "MeasurementRunner"]
-
 _T = TypeVar("_T")
 
 _NICE: Final = 6  # added for the thread, as for that of the device: the event loop comes first

@@ -26,26 +26,6 @@ from qkv.wire.tensor_types import (
     enumeration,
 )
 
-__all__ = [
-    "CLOSED",
-    "AnyLayer",
-    "AnyLayout",
-    "DocumentedLayer",
-    "Fields",
-    "LayerTensors",
-    "Layout",
-    "choice_of",
-    "closed",
-    "documented",
-    "encoding_field",
-    "input_fields",
-    "optional",
-    "parameters_of",
-    "pascal",
-    "required",
-    "tensor_type",
-]
-
 CLOSED: Final = ConfigDict(extra="forbid")
 _OF_CHECKPOINT: Final = ("layout", "prefix")
 

@@ -28,8 +28,6 @@ from qkv.telemetry.trace_context import remote_trace_id
 if TYPE_CHECKING:
     from qkv.telemetry.tracing import Traces
 
-__all__ = ["REQUEST_ID_HEADER", "ObservabilityMiddleware", "RequestObserver"]
-
 REQUEST_ID_HEADER: Final = b"x-request-id"
 _MATCH_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:=+/-]{1,128}").fullmatch
 _RUN_PATH: Final = re.compile(

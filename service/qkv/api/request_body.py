@@ -21,16 +21,6 @@ from qkv.wire import Codec, for_accept, for_content_type, json
 from qkv.wire import response as responses
 from qkv.wire.message import Message
 
-__all__ = [
-    "ReceivedMessage",
-    "TensorResponse",
-    "in_thread_if_large",
-    "read_body",
-    "read_message",
-    "record_response",
-    "require_json",
-]
-
 _T = TypeVar("_T")
 Chunk = bytes | memoryview
 

@@ -18,18 +18,6 @@ from qkv.jobs.plan import Plan
 from qkv.jobs.tenant import ANYONE, Tenant
 from qkv.telemetry.times import Times
 
-__all__ = [
-    "Header",
-    "RequestRecord",
-    "current",
-    "current_tenant",
-    "has_responded",
-    "headers_of",
-    "record_error",
-    "record_of",
-    "request_id",
-]
-
 Header = tuple[bytes, bytes]
 """Name in lower case, and value."""
 

@@ -16,8 +16,6 @@ from starlette.types import Scope
 from qkv.api.request_record import headers_of
 from qkv.errors import Forbidden
 
-__all__ = ["SourceRules"]
-
 _SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))  # RFC 9110, section 9.2.1
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 _DEFAULT_PORTS: Final = {b"http": b":80", b"https": b":443"}

@@ -16,8 +16,6 @@ from qkv.api.error_responses import unknown_path
 from qkv.api.job_runner import JobRunner
 from qkv.engine.admission import AdmittedBody
 
-__all__ = ["DirectRoute", "DirectRouting", "RunRoute", "run_route"]
-
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 DirectRoute = tuple[Handler, dict[str, str]]

@@ -9,8 +9,6 @@ from qkv.jobs.plan import Plan
 from qkv.jobs.result import Result
 from qkv.telemetry.times import Times
 
-__all__ = ["server_timing", "timing_fields"]
-
 
 def timing_fields(result: Result, plan: Plan) -> dict[str, Any]:
     """Returns the fields of the `Timing` of a run: times in milliseconds, and its size."""

@@ -18,8 +18,6 @@ from fastapi import Request
 from qkv.api.job_runner import cancel_on_disconnect
 from qkv.errors import ClientDisconnected, DeadlineExceeded, ServiceUnavailable
 
-__all__ = ["Work", "WorkThreads", "use_one_core"]
-
 _MAX_ACCEPTED: Final = 32
 _RETRY_AFTER_S: Final = _MAX_ACCEPTED // 4  # if each takes 0.25 s, as a large right output
 _LATE: Final = "the work of the request was not done in time, its deadline passed"

@@ -12,8 +12,6 @@ from typing import Any
 
 from qkv.attention.variant_file import BrokenRule
 
-__all__ = ["attend_by_fields", "call_of", "new_call"]
-
 
 def call_of(attend: Callable[..., Any], hints: Mapping[str, Any]) -> type[Any] | None:
     """Returns the dataclass that `attend` takes beside `outputs`; None for any other signature.

@@ -21,16 +21,6 @@ from qkv.attention.variant import Variant
 from qkv.attention.variant_file import BrokenRule, BrokenVariant
 from qkv.errors import NotFound
 
-__all__ = [
-    "add",
-    "broken",
-    "describe",
-    "find",
-    "load",
-    "read_module",
-    "variants",
-]
-
 _log = logging.getLogger(__name__)
 
 

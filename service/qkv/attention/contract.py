@@ -25,8 +25,6 @@ from qkv.attention.step import STEPS
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent
 
-__all__ = ["CHECKS", "Skipped", "Violation"]
-
 _LENGTHS: Final[tuple[dict[str, int], ...]] = ({}, {"L": 1, "S": 1})
 _LARGE: Final = {"float64": 1e4, "float32": 1e4, "float16": 100.0, "bfloat16": 100.0}
 _OUTPUT: Final = frozenset({"output"})

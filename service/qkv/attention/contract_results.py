@@ -14,8 +14,6 @@ from qkv.attention.contract import CHECKS, Skipped, Violation
 from qkv.attention.variant import Variant
 from qkv.attention.variant_file import BrokenVariant, one_line
 
-__all__ = ["CheckResult", "check", "check_file"]
-
 
 class CheckResult(NamedTuple):
     """The result of one check.

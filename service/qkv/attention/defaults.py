@@ -15,8 +15,6 @@ from torch import Tensor
 
 from qkv.attention.signature import Input, Output, fixed_size
 
-__all__ = ["CompleteAttend", "backward_by_autograd", "flop_counter"]
-
 RowBlock = Callable[[slice], Tensor]
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.signature import Input, Output
 
-__all__ = ["IdentityWeights", "weights_letters"]
-
 _ELEMENTS: Final = 1 << 24  # of weights that are computed at once, and of the identity's columns
 _COLUMNS: Final = 64  # of values whose gradient is computed: products are fast from about there
 _SMALL: Final = 1 << 18  # weights that are faster at once than in blocks

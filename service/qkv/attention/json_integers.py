@@ -8,8 +8,6 @@ from __future__ import annotations
 import typing
 from typing import Any
 
-__all__ = ["takes_integers", "to_integer"]
-
 
 def to_integer(value: Any) -> Any:
     """Converts 1.0 to 1, in lists too; returns other values unchanged, and those past 64 bits."""

@@ -13,8 +13,6 @@ from torch import Tensor
 from qkv.attention.signature import TAIL, Input, Output, State
 from qkv.attention.step import Step
 
-__all__ = ["Reference"]
-
 _ROWS: Final = 16  # of queries at a time: a step may have a number for each row, key and channel
 
 

@@ -12,8 +12,6 @@ from qkv.attention.signature import Input, fixed_size
 from qkv.attention.variant import Variant
 from qkv.tensors import FLOATING
 
-__all__ = ["dtypes_of", "largest_number", "output_of", "sample", "to_float64"]
-
 _SIZES: Final = dict(zip("BHGLSDEM", (2, 4, 2, 5, 7, 6, 3, 6), strict=True))
 _OTHER_SIZE: Final = 4  # of a letter that is not among them
 

@@ -19,18 +19,6 @@ from qkv.attention.call import call_of
 from qkv.attention.variant_file import BrokenRule, one_line
 from qkv.tensors import DTYPES, FLOATING
 
-__all__ = [
-    "STATE",
-    "TAIL",
-    "VERSION",
-    "Input",
-    "Output",
-    "Signature",
-    "State",
-    "fixed_size",
-    "read_signature",
-]
-
 STATE: Final = "state."
 """The beginning of the names of a state's tensors."""
 TAIL: Final = f"{STATE}tail_"

@@ -14,8 +14,6 @@ import pydantic
 from qkv.attention.signature import Signature
 from qkv.attention.variant_file import BrokenRule
 
-__all__ = ["MAX_BYTES", "MAX_ITEMS", "MAX_TOKENS", "STEPS", "Step", "read_steps"]
-
 STEPS: Final = "steps."
 """The beginning of the names of steps among the outputs."""
 MAX_TOKENS: Final = 64

@@ -29,8 +29,6 @@ from qkv.attention.signature import STATE, TAIL, VERSION, Input, Output, State
 from qkv.attention.step import STEPS, Step
 from qkv.errors import InvalidContent, format_value, pointer_to
 
-__all__ = ["Variant"]
-
 _OUTPUT: Final = frozenset({"output"})
 _PYDANTIC_PREFIX: Final = "Input should be "
 

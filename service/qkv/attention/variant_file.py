@@ -18,20 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-__all__ = [
-    "FOLDER",
-    "WEIGHT_KINDS",
-    "BrokenRule",
-    "BrokenVariant",
-    "check_texts",
-    "docstring_field",
-    "example",
-    "files",
-    "load_module",
-    "one_line",
-    "summary",
-]
-
 FOLDER: Final = Path(__file__).parent / "variants"
 """The folder of the variant files."""
 WEIGHT_KINDS: Final = ("stochastic", "signed", "unnormalised")

@@ -27,8 +27,6 @@ from qkv.cli.options import (
 from qkv.cli.service import report, send
 from qkv.client.request_builders import build_message, gradients_path, run_path
 
-__all__ = ["attend", "gradients"]
-
 
 @click.command(short_help="Runs a variant on the tensors in a file.")
 @click.argument("variant")

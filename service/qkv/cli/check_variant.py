@@ -10,8 +10,6 @@ import click
 from qkv.cli.errors import one_line_errors
 from qkv.cli.output import echo
 
-__all__ = ["check_variant"]
-
 
 @click.command(short_help="Checks a variant's file against its contract.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))

@@ -29,8 +29,6 @@ from qkv.cli.service import line_width, send
 from qkv.client.comparison import Comparison
 from qkv.client.request_builders import build_choice, build_choices, build_compare_message
 
-__all__ = ["compare"]
-
 
 @click.command(short_help="Compares variants on the tensors in a file.")
 @click.argument("variants", nargs=-1, required=True, metavar="VARIANT...")

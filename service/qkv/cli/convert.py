@@ -26,8 +26,6 @@ from qkv.cli.service import report, send
 from qkv.cli.weights_file import read_weights
 from qkv.client.request_builders import build_message
 
-__all__ = ["convert"]
-
 
 @click.command(short_help="Converts a layer's weights to another layout.")
 @SOURCE

@@ -15,8 +15,6 @@ from qkv.errors import InvalidContent
 if TYPE_CHECKING:
     from qkv.models.describe.described_model import Described
 
-__all__ = ["describe"]
-
 _LISTED = 8
 
 

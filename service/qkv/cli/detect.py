@@ -21,8 +21,6 @@ from qkv.tensors import RawTensor
 from qkv.wire import json
 from qkv.wire.message import Message
 
-__all__ = ["detect"]
-
 
 @click.command(short_help="Finds layout, heads and rotary order of a layer by running it.")
 @SOURCE

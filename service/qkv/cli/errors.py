@@ -15,8 +15,6 @@ from qkv.cli.output import escape_controls
 from qkv.cli.typed_words import place
 from qkv.errors import QkvError
 
-__all__ = ["OneLineErrorGroup", "one_line_errors"]
-
 
 class _Interrupted(click.ClickException):
     exit_code = 130  # 128 and the number of SIGINT, as in shells

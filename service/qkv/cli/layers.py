@@ -19,8 +19,6 @@ from qkv.errors import InvalidContent
 from qkv.wire import json
 from qkv.wire.checkpoint.checkpoint import Checkpoint, is_checkpoint
 
-__all__ = ["layers"]
-
 _LOADED_HEAD: Final = ("layer", "layout", "dtype", "width", "heads", "kv_heads", "parameters")
 _HEAD: Final = ("layer", "layout", "hidden", "query", "key", "output", "biases", "norms")
 

@@ -24,8 +24,6 @@ from qkv.cli.variants import variants
 from qkv.cli.verify import verify
 from qkv.version import __version__
 
-__all__ = ["main"]
-
 
 @click.group(
     cls=OneLineErrorGroup,

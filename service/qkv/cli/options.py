@@ -13,29 +13,6 @@ from qkv.client.environment import DEFAULT_URL
 from qkv.errors import InvalidContent, MalformedRequest, QkvError, format_value
 from qkv.wire import json
 
-__all__ = [
-    "API_KEY",
-    "HEADS",
-    "KV_HEADS",
-    "LOCAL",
-    "PARAMETERS",
-    "PREFIX",
-    "REPEATS",
-    "ROPE",
-    "SIZES",
-    "SOURCE",
-    "TARGET",
-    "URL",
-    "drop_unset",
-    "get_object",
-    "layer_flags",
-    "layer_options",
-    "override",
-    "override_object",
-    "parse_parameters",
-    "parse_variant",
-]
-
 _PYTHON_WORDS: Final = {"True": True, "False": False, "None": None}
 _LAYER_FIELDS: Final = ("name", "layout", "prefix", "heads", "kv_heads", "rope", "alibi")
 

@@ -21,8 +21,6 @@ from qkv.cli.service import report
 from qkv.errors import InvalidContent
 from qkv.tensors import FLOATING
 
-__all__ = ["CASE_SUFFIXES", "check_case_suffix", "oracle"]
-
 CASE_SUFFIXES: Final = (".safetensors", ".json")
 
 

@@ -7,8 +7,6 @@ from typing import Final
 
 import click
 
-__all__ = ["echo", "escape_controls"]
-
 # all controls but tab and line feed, and those that change the order or the lines of text
 # (Unicode 15.0, section 23.2, and Unicode Standard Annex 9, table 1)
 _CONTROLS: Final = re.compile(

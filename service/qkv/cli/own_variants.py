@@ -9,8 +9,6 @@ import click
 
 from qkv.cli.errors import one_line_errors
 
-__all__ = ["add_own_variants", "add_variants_if_set"]
-
 
 def add_own_variants() -> None:
     """Adds the variants of the folder QKV_VARIANTS to the catalogue, if the variable is set."""

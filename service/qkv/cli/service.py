@@ -20,8 +20,6 @@ from qkv.client.request_builders import RequestSpec
 from qkv.client.retries import ServiceUnreachable
 from qkv.wire.message import Message
 
-__all__ = ["line_width", "open_client", "report", "send"]
-
 _T = TypeVar("_T")
 
 

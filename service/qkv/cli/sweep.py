@@ -30,8 +30,6 @@ from qkv.client.sweep_cells import SweepResults
 from qkv.tensors import FLOATING
 from qkv.wire import json
 
-__all__ = ["sweep"]
-
 _PLOTS: Final = (".svg", ".png", ".pdf")
 
 

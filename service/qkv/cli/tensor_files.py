@@ -27,19 +27,6 @@ from qkv.wire.checkpoint.torch_files import refuse_torch_file
 from qkv.wire.message import Message
 from qkv.wire.safetensors import LAYER
 
-__all__ = [
-    "STANDARD",
-    "SUFFIXES",
-    "check_target",
-    "needed",
-    "read",
-    "read_request",
-    "read_state",
-    "replace_file",
-    "write",
-    "write_state",
-]
-
 STATE: Final = "state."
 """The beginning of the names of a state's tensors."""
 STANDARD: Final = Path("-")

@@ -11,8 +11,6 @@ import click
 from qkv.errors import pointer_to
 from qkv.wire.checkpoint.checkpoint import is_checkpoint
 
-__all__ = ["place"]
-
 # a field that is missing beside one of these is named by its flag: they need each other
 _OF_LAYER: Final = (
     "layout", "target_layout", "name", "prefix", "heads", "kv_heads", "rope", "alibi", "to_order",

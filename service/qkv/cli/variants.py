@@ -13,8 +13,6 @@ from qkv.cli.service import send
 from qkv.client.request_builders import build_variants
 from qkv.wire import json
 
-__all__ = ["variants"]
-
 
 @click.command(short_help="Lists the variants, or describes one.")
 @click.argument("name", required=False)

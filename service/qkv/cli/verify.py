@@ -36,8 +36,6 @@ from qkv.wire.message import Message
 if TYPE_CHECKING:
     from qkv.testing import Check, Report
 
-__all__ = ["verify"]
-
 
 def _split(
     context: click.Context, option: click.Parameter, texts: tuple[str, ...]

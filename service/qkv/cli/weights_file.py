@@ -14,8 +14,6 @@ from qkv.tensors import nbytes
 from qkv.wire.checkpoint.checkpoint import Checkpoint, is_checkpoint
 from qkv.wire.message import Message
 
-__all__ = ["read_weights"]
-
 _SMALL: Final = 1 << 24  # bytes; a smaller file is sent whole, and the service finds the layer
 
 

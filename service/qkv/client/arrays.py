@@ -15,8 +15,6 @@ from qkv.errors import InvalidContent, pointer_to
 from qkv.tensors import DTYPES, FLOATING, RawTensor
 from qkv.wire.casting import cast_untyped
 
-__all__ = ["FromRaw", "from_raw_like", "is_array", "is_list", "list_to_raw", "to_raw"]
-
 FromRaw = Callable[[RawTensor], Any]
 """Converts a raw tensor to an array of the same kind as the inputs."""
 

@@ -47,8 +47,6 @@ from qkv.client.retries import (
 from qkv.client.sweep import AsyncSweep
 from qkv.client.verification import Verdict, build_draw, build_judge
 
-__all__ = ["AsyncClient"]
-
 _T = TypeVar("_T")
 
 

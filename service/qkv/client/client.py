@@ -41,8 +41,6 @@ from qkv.client.retries import (
 from qkv.client.sweep import Sweep
 from qkv.client.verification import Verdict, build_draw, build_judge
 
-__all__ = ["Client"]
-
 _T = TypeVar("_T")
 
 

@@ -19,8 +19,6 @@ import httpx
 
 from qkv.client.request_builders import RequestSpec
 
-__all__ = ["AsyncConnections", "RequestTemplates", "new_async_transport", "new_transport"]
-
 _MAX_TEMPLATES: Final = 256  # one for each path
 _PIECE_BYTES: Final = 1 << 20
 # httpx's defaults

@@ -14,8 +14,6 @@ from qkv.client.layer_tensors import select
 from qkv.client.request_builders import RequestSpec, build_post, choose_codec
 from qkv.wire.message import Message
 
-__all__ = ["build_detect", "build_detect_message"]
-
 
 def build_detect(
     tensors: Mapping[str, Any], x: Any, y: Any, fields: Mapping[str, Any]

@@ -6,8 +6,6 @@ from typing import Any
 
 from qkv.wire.layer_responses import DetectedLayer
 
-__all__ = ["Detected"]
-
 
 class Detected(DetectedLayer):
     """A way to run a layer, and how well it fits the output of the real module.

@@ -6,8 +6,6 @@ import os
 import re
 from typing import Final
 
-__all__ = ["DEFAULT_URL", "auth_header", "service_url"]
-
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 
 

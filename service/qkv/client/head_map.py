@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["head_map", "head_maps"]
-
 
 def head_map(
     layers: Sequence[str],

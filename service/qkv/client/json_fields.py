@@ -11,8 +11,6 @@ import orjson
 
 from qkv.errors import InvalidContent
 
-__all__ = ["to_json_fields"]
-
 
 def to_json_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns fields with the numbers and arrays of numpy as plain numbers and lists.

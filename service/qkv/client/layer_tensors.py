@@ -12,8 +12,6 @@ from qkv.client.arrays import to_raw
 from qkv.errors import InvalidContent, pointer_to
 from qkv.tensors import FLOATING, RawTensor
 
-__all__ = ["MAX_TENSORS", "below", "check_count", "is_needed", "select"]
-
 MAX_TENSORS: Final = 256
 """The most tensors that are sent as those of a layer: a whole model without a prefix has more."""
 

@@ -16,8 +16,6 @@ from qkv.errors import pointer_to
 from qkv.tensors import FLOATING
 from qkv.wire.casting import cast_untyped
 
-__all__ = ["has_lists", "input_dtypes", "lists_to_arrays"]
-
 _EMBEDDINGS: Final = {"x": FLOATING, "grad_output": FLOATING}  # for a layer, and for gradients
 
 

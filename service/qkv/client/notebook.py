@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["picture"]
-
 _WIDTH: Final = 900  # pixels, about as wide as a notebook's page
 
 

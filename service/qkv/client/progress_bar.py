@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm as Tqdm
 
-__all__ = ["ProgressBar"]
-
 
 class ProgressBar:
     """A progress bar on stderr if that is a terminal, or in the output of a notebook's cell.

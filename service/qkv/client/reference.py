@@ -9,8 +9,6 @@ from qkv.client.request_builders import build_inputs_message
 from qkv.client.results import Run
 from qkv.wire.message import Message
 
-__all__ = ["build_reference"]
-
 
 def build_reference(arguments: Mapping[str, Any]) -> tuple[Message, Callable[[Message], Run]]:
     """Returns the message with inputs and parameters, and the function that parses the result.

@@ -23,29 +23,6 @@ from qkv.errors import InvalidContent
 from qkv.wire import Codec, json, safetensors
 from qkv.wire.message import Message
 
-__all__ = [
-    "Choice",
-    "LayerChoice",
-    "RequestSpec",
-    "StreamSpec",
-    "build_attend",
-    "build_choice",
-    "build_choices",
-    "build_compare",
-    "build_compare_message",
-    "build_convert",
-    "build_gradients",
-    "build_inputs_message",
-    "build_layers",
-    "build_message",
-    "build_post",
-    "build_sweep",
-    "build_variants",
-    "choose_codec",
-    "gradients_path",
-    "run_path",
-]
-
 _T = TypeVar("_T")
 
 Choice: TypeAlias = str | Mapping[str, Any]

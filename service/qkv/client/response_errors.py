@@ -10,8 +10,6 @@ import orjson
 from qkv.errors import TYPE_PREFIX, MalformedRequest, QkvError, ServiceUnavailable, from_problem
 from qkv.wire import safetensors
 
-__all__ = ["media_type", "retry_after_s", "to_error", "unreadable"]
-
 
 def media_type(response: httpx.Response) -> str:
     """Returns the media type of a response, in lower case and without parameters; "" if absent."""

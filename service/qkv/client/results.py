@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from qkv.client.tokens import Tokens
 
-__all__ = ["Converted", "Gradients", "Run"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:

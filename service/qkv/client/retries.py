@@ -15,15 +15,6 @@ from qkv.client.response_errors import media_type, retry_after_s, to_error, unre
 from qkv.errors import QkvError
 from qkv.wire import json
 
-__all__ = [
-    "CONNECTION_ERRORS",
-    "ServiceUnreachable",
-    "backoff_s",
-    "parse_response",
-    "raise_connection_error",
-    "retry_delay_s",
-]
-
 _T = TypeVar("_T")
 
 _MAX_DELAY_S: Final = 10.0

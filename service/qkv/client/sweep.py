@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["AsyncSweep", "Sweep"]
-
 
 class _SweepBase(SweepResults):
     """Results of a sweep with a progress bar; base of both iterators."""

@@ -12,8 +12,6 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import Any, Final, NamedTuple
 
-__all__ = ["Table", "format_number", "format_scaled", "variant_labels"]
-
 _NOTE_WIDTH: Final = 96  # characters
 _SEPARATOR: Final = " " * 3
 _RULE: Final = "border-bottom:1px solid rgba(128,128,128,.5)"

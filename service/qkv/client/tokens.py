@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 from unicodedata import east_asian_width
 
-__all__ = ["Tokens", "check_count", "choose_tokens", "count_columns", "shorten", "visible"]
-
 Tokens: TypeAlias = Sequence[str] | Sequence[Sequence[str]]
 """A string for each position, or a list of them for each sequence of the batch."""
 

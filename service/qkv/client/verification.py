@@ -18,8 +18,6 @@ from qkv.errors import InvalidContent
 from qkv.wire import safetensors, verify_responses
 from qkv.wire.message import Message
 
-__all__ = ["DrawnCase", "Verdict", "build_draw", "build_judge"]
-
 
 class DrawnCase(NamedTuple):
     """The inputs that the service has drawn.

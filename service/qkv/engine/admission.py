@@ -17,8 +17,6 @@ from qkv.jobs.job import Job
 from qkv.jobs.load import Load
 from qkv.jobs.tenant import ANYONE, Tenant
 
-__all__ = ["EXCESS", "Admission", "AdmittedBody", "Holdings"]
-
 EXCESS: Final = 2
 """The largest load of several tenants, as a multiple of the limit of one alone."""
 

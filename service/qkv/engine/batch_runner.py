@@ -26,8 +26,6 @@ from qkv.jobs.plan import Plan
 from qkv.jobs.result import Result
 from qkv.telemetry.counters import Recorder
 
-__all__ = ["DEVICE_RETRY_AFTER_S", "BatchRunner", "Launch"]
-
 _log = logging.getLogger("qkv.engine")
 
 DEVICE_RETRY_AFTER_S: Final = 5

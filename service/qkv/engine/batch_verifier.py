@@ -15,8 +15,6 @@ from qkv.jobs.job import Job
 from qkv.jobs.plan_cache import BoundedCache, plain_bytes
 from qkv.jobs.result import Result
 
-__all__ = ["BatchVerifier", "VerifyMode"]
-
 _log = logging.getLogger("qkv.engine")
 
 VerifyMode = Literal["off", "sample", "always"]

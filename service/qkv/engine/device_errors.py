@@ -9,8 +9,6 @@ from typing import Final
 from qkv.engine.device.device import Device
 from qkv.errors import Internal, PayloadTooLarge, QkvError, ServiceUnavailable
 
-__all__ = ["EngineStopped", "MemoryBudget", "release_memory", "to_client_error"]
-
 _REQUESTED: Final = re.compile(r"allocate ([\d.]+) (bytes|[KMGTPE]iB)")
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NEARLY_ALL: Final = 0.9

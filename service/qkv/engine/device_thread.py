@@ -26,8 +26,6 @@ from qkv.jobs.job import Job
 from qkv.jobs.load import Load
 from qkv.jobs.result import Result
 
-__all__ = ["DeviceThread"]
-
 _log = logging.getLogger("qkv.engine")
 
 _NICE: Final = 6  # added to the niceness of the event loop: a quarter of its weight

@@ -31,8 +31,6 @@ from qkv.jobs.result import Result
 from qkv.jobs.tenant import ANYONE, Tenant
 from qkv.telemetry.worker_state import WorkerState
 
-__all__ = ["BATCH_BYTES", "DEFAULT_LIMIT", "GPU_MAX_BATCH", "Engine"]
-
 BATCH_BYTES: Final = 1 << 30
 """Limit of tensor bytes, in and out, in one batch beyond its first job."""
 GPU_MAX_BATCH: Final = 64

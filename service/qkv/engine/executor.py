@@ -32,8 +32,6 @@ from qkv.jobs.result import Result
 from qkv.telemetry.times import Times
 from qkv.tensors import DTYPES, RawTensor
 
-__all__ = ["Launched", "execute", "launch"]
-
 _ONE_THREAD_FLOPS: Final = 1 << 28  # about 2 ms of one thread
 
 _Path = Literal["careful", "ordinary", "wide"]

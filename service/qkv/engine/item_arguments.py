@@ -12,8 +12,6 @@ from qkv.attention.signature import STATE, Input
 from qkv.attention.variant import Variant
 from qkv.jobs.axis_sizes import HEADS
 
-__all__ = ["Planes", "place_planes", "slice_arguments"]
-
 Planes = tuple[slice, slice]
 """A range of batch items, and one of heads."""
 

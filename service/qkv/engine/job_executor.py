@@ -7,7 +7,5 @@ from typing import TypeAlias
 from qkv.engine.engine import Engine
 from qkv.engine.remote.remote_engine import RemoteEngine
 
-__all__ = ["JobExecutor"]
-
 JobExecutor: TypeAlias = Engine | RemoteEngine
 """No caller asks which one it has: both are started, submit, and stop in the same way."""

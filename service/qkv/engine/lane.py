@@ -14,8 +14,6 @@ from qkv.engine.admission import Admission
 from qkv.jobs.job import PRIORITIES, Job
 from qkv.jobs.tenant import Tenant
 
-__all__ = ["JobQueue", "Lane", "VirtualTimes"]
-
 _PARTS: Final = 1 << 20  # of a unit of work, so that a large weight loses nothing
 
 

@@ -20,8 +20,6 @@ from qkv.attention.layers.qk_norm import normalize, normalize_back
 from qkv.attention.layers.rope import rotate
 from qkv.jobs.plan import Plan
 
-__all__ = ["GRADIENT", "LayerTensors", "project", "project_back", "project_output"]
-
 LayerTensors = Mapping[str, Tensor]
 """The arrays of a layer on the device, by the names of `Layer.arrays`."""
 

@@ -12,8 +12,6 @@ from qkv.attention.variant import Variant
 from qkv.attention.variant_file import BrokenVariant
 from qkv.errors import InvalidContent
 
-__all__ = ["add_folder", "failure"]
-
 
 def add_folder(folder: Path) -> list[Variant]:
     """Adds the variant of each file in a folder to the catalogue, and returns them.

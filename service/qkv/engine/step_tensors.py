@@ -15,8 +15,6 @@ from qkv.attention.variant import Variant
 from qkv.engine.item_arguments import place_planes, slice_arguments
 from qkv.jobs.float64 import to_float64
 
-__all__ = ["compute_steps"]
-
 
 def compute_steps(
     variant: Variant,

@@ -14,8 +14,6 @@ from torch import Tensor
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
 
-__all__ = ["attend", "gradients"]
-
 
 def attend(
     variant_name: str,

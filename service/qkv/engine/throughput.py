@@ -7,8 +7,6 @@ from typing import Final
 
 from qkv.jobs.load import Load
 
-__all__ = ["Throughput"]
-
 _DECAY: Final = 0.9  # of the weight of a batch in the estimate, with each later batch
 _MAX_RETRY_AFTER_S: Final = 60  # longer estimates are not reliable
 _LONG_BATCH_S: Final = 0.01  # the time of a shorter one is mostly independent of its operations

@@ -22,8 +22,6 @@ from qkv.jobs.result import Result
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["warm_up"]
-
 _log = logging.getLogger("qkv.app")
 
 _LIMITS: Final = Limits(response_bytes=1 << 20, job_bytes=1 << 20)

@@ -24,8 +24,6 @@ from qkv.jobs import weight_forms
 from qkv.jobs.axis_sizes import HEADS
 from qkv.jobs.weight_forms import WeightForm
 
-__all__ = ["compute_weight_form"]
-
 _CPU_BLOCK_ELEMENTS: Final = 1 << 20  # per thread: such a block stays in the thread's cache
 _GPU_BLOCK_ELEMENTS: Final = 1 << 25  # larger on a GPU: fewer steps
 _MIN_BLOCK_ROWS: Final = 32  # a matrix product with fewer rows costs as much

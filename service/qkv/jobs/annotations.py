@@ -9,8 +9,6 @@ from qkv.attention.layers.layer import Layer
 from qkv.jobs.plan import Plan
 from qkv.jobs.run_fields import unused_parameters
 
-__all__ = ["annotate", "notes_of"]
-
 
 def annotate(plan: Plan, run_notes: Sequence[str] = ()) -> dict[str, Any]:
     """Returns `weights_are` with weights, `layer` with a layer, and `notes` if there are any.

@@ -10,8 +10,6 @@ from qkv.attention.step import Step
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent
 
-__all__ = ["HEADS", "TOKENS", "AxisSizes", "bind_axes", "omitted_axes"]
-
 HEADS: Final = frozenset("HGJVT")
 """The axes of heads; J, V and T are those of `gated`."""
 TOKENS: Final = frozenset("LS")

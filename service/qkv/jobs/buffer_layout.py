@@ -7,8 +7,6 @@ from typing import Final, NamedTuple
 
 from qkv.tensors import RawTensor, nbytes
 
-__all__ = ["ALIGNMENT", "BufferLayout"]
-
 ALIGNMENT: Final = 64
 """Alignment of every tensor that a kernel reads, in bytes: the bits of a CPU kernel depend on it.
 """

@@ -30,8 +30,6 @@ from qkv.wire.layer_responses import RotaryOrder
 from qkv.wire.message import Message
 from qkv.wire.tensor_types import FloatingDtype
 
-__all__ = ["ConvertFields", "convert_message", "known_fields", "working_bytes"]
-
 
 class ConvertFields(pydantic.BaseModel):
     """The fields of a convert request, without its tensors."""

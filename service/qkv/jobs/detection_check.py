@@ -14,8 +14,6 @@ from qkv.attention.layers.layer_weights import Array
 from qkv.errors import InvalidContent, pointer_to
 from qkv.tensors import FLOATING, RawTensor
 
-__all__ = ["check_bytes", "read_check", "refuse_doubtful"]
-
 _COPIES: Final = 5  # at once: of queries and keys as they get positions, of scores
 _LARGEST_ERROR: Final = {"float64": 1e-4, "float32": 1e-4, "float16": 0.01, "bfloat16": 0.03}
 """The largest error with which a candidate is converted, by the coarsest dtype of the tensors.

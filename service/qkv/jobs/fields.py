@@ -13,8 +13,6 @@ from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.wire.message import Message
 from qkv.wire.tensor_types import FloatingDtype
 
-__all__ = ["INTEGER", "JobFields", "LayerField", "field_error", "parse_fields"]
-
 _CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
 

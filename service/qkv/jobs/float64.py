@@ -11,8 +11,6 @@ from torch import Tensor
 from qkv.attention.signature import VERSION
 from qkv.attention.variant import Variant
 
-__all__ = ["float64_arguments", "to_float64"]
-
 
 def float64_arguments(
     variant: Variant, tensors: Mapping[str, Tensor], parameters: Mapping[str, Any], dtype: str

@@ -22,8 +22,6 @@ from qkv.tensors import FLOATING, RawTensor
 from qkv.wire.casting import dtype_of
 from qkv.wire.message import Message
 
-__all__ = ["GRAD_OUTPUT", "GradientPlan"]
-
 GRAD_OUTPUT: Final = "grad_output"
 """The input that holds the gradient of the output."""
 _GRAD_SPEC: Final = Input(GRAD_OUTPUT, GRAD_OUTPUT, (), False, FLOATING, False)

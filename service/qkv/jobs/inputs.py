@@ -23,8 +23,6 @@ from qkv.tensors import FLOATING, RawTensor, nbytes
 from qkv.wire.casting import cast_untyped, dtype_of
 from qkv.wire.message import Message
 
-__all__ = ["Inputs"]
-
 
 class Inputs(NamedTuple):
     """The tensors of a request that fits a variant, without their numbers.

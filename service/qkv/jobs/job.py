@@ -14,8 +14,6 @@ from qkv.jobs.tenant import Tenant
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["DEFAULT_PRIORITY", "PRIORITIES", "Job"]
-
 PRIORITIES: Final = (1, 2, 3)
 """High, default and low priority."""
 DEFAULT_PRIORITY: Final = 2

@@ -20,8 +20,6 @@ from qkv.tensors import FLOATING, RawTensor
 from qkv.wire.casting import cast_untyped
 from qkv.wire.message import Message
 
-__all__ = ["arrays_of", "find_loaded", "layer_of", "parse_layer_options"]
-
 _OF_CHECKPOINT: Final = ("layout", "prefix")  # fields that a request cannot change
 
 

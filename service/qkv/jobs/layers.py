@@ -16,14 +16,6 @@ from qkv.jobs.fields import INTEGER, field_error
 from qkv.wire import json
 from qkv.wire.plain_json import RepeatedName, load_names
 
-__all__ = [
-    "MAX_LIST_BYTES",
-    "LayersRequest",
-    "list_layers",
-    "read_document",
-    "shapes_error",
-]
-
 MAX_LIST_BYTES: Final = 16 << 20
 """Most bytes of a list of layers: twice a request of the most bytes."""
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-__all__ = ["Load"]
-
 _UNITS: Final = ("requests", "bytes of tensors", "floating-point operations")
 
 # The work of a job beside its matrix products, as floating-point operations: many tiny jobs, and

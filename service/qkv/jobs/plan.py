@@ -28,8 +28,6 @@ from qkv.jobs.weight_forms import FULL, WeightForm
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.message import Message
 
-__all__ = ["SMALL_BYTES", "BatchKey", "Limits", "Measurement", "Plan"]
-
 _T = TypeVar("_T")
 
 _SMALL_FLOPS: Final = 1 << 26  # half a millisecond of one thread, roughly

@@ -19,8 +19,6 @@ from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["BoundedCache", "PlanCache", "plain_bytes", "plan_bytes"]
-
 _MAX_BYTES: Final = 32 << 20  # of plans; two thousand usual ones need a third
 _MAX_FIELDS: Final = 1024  # bytes of the fields of a request whose plan is kept
 _MAX_PART: Final = 64  # an entry that takes more than this part of a cache would displace too many

@@ -21,8 +21,6 @@ from qkv.jobs.plan_cache import BoundedCache, plan_bytes
 from qkv.tensors import DTYPES, RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["KnownPlans", "PlanDescription", "describe"]
-
 _KINDS: Final = {kind.__name__: kind for kind in (Plan, GradientPlan)}
 _MAX_BYTES: Final = 64 << 20  # of the plans of all workers
 _OBJECT_FACTOR: Final = 24  # a row number takes 3 bytes, and 36 each as sent and as validated

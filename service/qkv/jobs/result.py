@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from qkv.telemetry.times import Times
 from qkv.tensors import RawTensor
 
-__all__ = ["Result"]
-
 
 @dataclass(slots=True, eq=False)
 class Result:

@@ -15,8 +15,6 @@ from qkv.jobs.fields import JobFields
 from qkv.jobs.layer_inputs import parse_layer_options
 from qkv.jobs.weight_forms import NONE, WeightForm
 
-__all__ = ["RunFields", "parse_parameters", "select_outputs", "unused_parameters"]
-
 
 class RunFields(JobFields):
     """The fields of a run."""

@@ -20,18 +20,6 @@ from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.tensors import FLOATING, RawTensor
 
-__all__ = [
-    "GRAD_SUMS",
-    "SUMS",
-    "cast_dtype",
-    "check_fit",
-    "check_names",
-    "check_numbers",
-    "check_tokens",
-    "input_of_tail",
-    "version_of",
-]
-
 SUMS: Final = f"{STATE}sums"
 GRAD_SUMS: Final = f"grad_{SUMS}"
 """The input of gradients that holds the gradient of the sums of a compact state."""

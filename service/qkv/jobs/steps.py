@@ -8,8 +8,6 @@ from qkv.attention.signature import STATE
 from qkv.attention.step import MAX_BYTES, MAX_ITEMS, MAX_TOKENS
 from qkv.errors import InvalidContent
 
-__all__ = ["check_steps"]
-
 _POINTER = "/outputs"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final, Self
 
-__all__ = ["ANYONE", "Tenant"]
-
 
 class Tenant(str):
     """The sender of requests: the name of an API key, with its weight.

@@ -11,8 +11,6 @@ from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
 from qkv.jobs.fields import field_error
 
-__all__ = ["MAX_VARIANTS", "VariantChoice"]
-
 MAX_VARIANTS = 16
 """The largest number of variants in one request."""
 

@@ -8,20 +8,6 @@ from typing import Any, Final, NamedTuple
 from qkv.attention.signature import Output
 from qkv.errors import InvalidContent, format_value, pointer_to
 
-__all__ = [
-    "FULL",
-    "KINDS",
-    "NONE",
-    "SMALLER_FORMS",
-    "FormTensor",
-    "WeightForm",
-    "check",
-    "form_sizes",
-    "form_tensors",
-    "parse",
-    "query_axis",
-]
-
 _KNOWN: Final = '"full", "none", "stats", {"rows": [...]}, {"top_k": k} or {"pool": bins}'
 SMALLER_FORMS: Final = (
     '"weights" may be "stats", {"rows": [...]}, {"top_k": k} or {"pool": bins}, which are smaller; '

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from qkv.client.tokens import Tokens
 
-__all__ = ["AttentionCall"]
-
 _DRAWN_HEADS: Final = 16  # by default
 _LONG: Final = 1024  # queries or keys, beyond which weights are pooled
 _POOLED: Final = {"pool": 128}

@@ -28,8 +28,6 @@ from qkv.models.masks import Part, parts_of
 from qkv.models.model_call import Missed
 from qkv.wire.safetensors import DTYPES
 
-__all__ = ["CallFacts", "check_tensors", "load_file", "parse_calls", "save_file"]
-
 _SUFFIX: Final = ".safetensors"
 _CALLS: Final = "qkv_calls"
 _MISSED: Final = "qkv_missed"

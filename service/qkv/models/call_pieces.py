@@ -15,8 +15,6 @@ from torch import Tensor
 from qkv.models.masks import Part
 from qkv.models.model_call import ModelCall
 
-__all__ = ["Piece", "cut"]
-
 _BYTES: Final = 1 << 25  # of tensors: an eighth of the service's default limit of a body
 _WEIGHTS: Final = 1 << 24  # compared in a request, of all variants: a few seconds of one thread
 _SCORES: Final = 1 << 27  # computed in a request, of all variants: seconds of one thread too

@@ -9,8 +9,6 @@ from qkv.client.tokens import Tokens, choose_tokens
 from qkv.models.attention_call import AttentionCall
 from qkv.models.masks import Part
 
-__all__ = ["SavedPart", "cut_tokens"]
-
 SavedPart: TypeAlias = tuple[AttentionCall, Part]
 """A part of a call, which becomes one call of a file."""
 

@@ -21,8 +21,6 @@ from qkv.models.received import Received, received_mass
 from qkv.models.rollout import rollout_of
 from qkv.models.selection import choose_calls
 
-__all__ = ["Calls"]
-
 
 class Calls(Sequence[AttentionCall]):
     """The captured calls of a model, in order.

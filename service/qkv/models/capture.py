@@ -29,8 +29,6 @@ from qkv.models.proof import is_proved
 from qkv.models.running_modules import is_recomputed
 from qkv.models.selection import check_layers_exist, is_selected
 
-__all__ = ["MAX_BYTES", "CaptureWarning", "capture"]
-
 MAX_BYTES: Final = 1 << 30
 """The default budget of a capture, in bytes."""
 _UNPROVED: Final = "its weights times its values are not what its attention function returned"

@@ -27,8 +27,6 @@ from qkv.models.masks import Part, parts_of
 from qkv.models.model_call import Missed, ModelCall
 from qkv.models.variants import VariantSignature
 
-__all__ = ["PieceResults", "compare_calls"]
-
 _VARIANTS: Final = 16  # in a request, the most that the service takes
 
 HeadResults: TypeAlias = list[tuple[int, int, HeadSums]]

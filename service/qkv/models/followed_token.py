@@ -11,8 +11,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from qkv.models.function_places import Place, is_number, places_in_results, tensors_of
 
-__all__ = ["UNKNOWN", "FollowedToken"]
-
 UNKNOWN: Final[Any] = object()
 """The place in a tensor that a function made which cannot be seen."""
 

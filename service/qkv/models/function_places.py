@@ -14,17 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Place",
-    "changed_place",
-    "is_number",
-    "perturbed",
-    "places_in_results",
-    "tensors_of",
-    "without_traces",
-    "written",
-]
-
 Place: TypeAlias = tuple[frozenset[int] | None, ...]
 """The indices of each axis, or None for all."""
 _ELEMENTWISE: Final = frozenset({

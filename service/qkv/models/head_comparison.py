@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["HeadComparison"]
-
 _COLUMNS: Final = tuple(each.name for each in fields(HeadRow))
 _SHOWN: Final = 10  # rows in a notebook, below the map
 _MAX_CELLS: Final = 1 << 18

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-__all__ = ["FIGURES", "HeadRow", "HeadSums", "figures_of"]
-
 FIGURES: Final = (
     "relative_error", "largest_error", "cosine", "total_variation", "kl_divergence",
     "js_divergence", "rank_correlation", "entropy", "baseline_entropy",

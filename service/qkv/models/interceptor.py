@@ -24,8 +24,6 @@ from qkv.models.running_modules import (
 from qkv.models.selection import is_selected
 from qkv.models.token_places import enter, following, leave
 
-__all__ = ["Interceptor"]
-
 _COMPILED: Final = "a compiled graph runs without Python: use the model before torch.compile"
 _WITHOUT_CALLS: Final = "it ran without an attention call that qkv can see"
 _ABSENT: Final = object()

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from qkv.models.model_call import ModelCall
 
-__all__ = ["Part", "is_self_attention", "pairs_in_sight", "parts_of", "whole_of"]
-
 _CROSS_ATTENTION: Final = re.compile(
     r"(^|[._])(cross(_?attn|_?attention)?|encoder_attn|encdecattention)($|[._])", re.IGNORECASE
 )

@@ -11,18 +11,6 @@ from torch import Tensor, nn
 
 from qkv.errors import InvalidContent
 
-__all__ = [
-    "CallOutput",
-    "Handler",
-    "Missed",
-    "Model",
-    "ModelCall",
-    "RunOriginal",
-    "choose_numbers",
-    "select_heads",
-    "to_numbers",
-]
-
 Model: TypeAlias = nn.Module
 """A torch model."""
 

@@ -10,16 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from qkv.models.function_places import Place, is_number
 
-__all__ = [
-    "has_same_positions",
-    "is_confined",
-    "is_elsewhere",
-    "is_sequence",
-    "is_spread",
-    "middle",
-    "takes_width",
-]
-
 
 def middle(x: Tensor) -> Place:
     """Returns the place of the token in the middle of a sequence."""

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from qkv.models.masks import pairs_in_sight
 from qkv.models.model_call import ModelCall
 
-__all__ = ["is_projected", "is_proved"]
-
 _BLOCK: Final = 1 << 22  # scores that are held at a time
 _NEAR: Final = 100.0  # so much less in a mask leaves a score no weight
 _MATMUL_BITS: Final = {"high": 10, "medium": 7}  # of float32, as torch may shorten it

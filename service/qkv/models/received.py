@@ -15,8 +15,6 @@ from qkv.models.masks import parts_of
 from qkv.models.selection import check_layers_differ
 from qkv.models.variants import VariantSignature, variant_run
 
-__all__ = ["Received", "received_mass"]
-
 
 class Received(Mapping[str, Tensor]):
     """The mass that each key receives: (B, H, S) for each layer.

@@ -17,8 +17,6 @@ from qkv.models.model_call import choose_numbers
 from qkv.models.selection import check_chain
 from qkv.models.variants import VariantSignature, variant_run
 
-__all__ = ["rollout_of"]
-
 _BLOCK_BYTES: Final = 1 << 24  # of the weights of a block of rows
 _BATCH_BYTES: Final = 1 << 25  # of the rows of the sequences that are multiplied together
 _OVER_HEADS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {

@@ -15,19 +15,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from qkv.models.model_call import CallOutput, Handler, ModelCall, RunOriginal
 
-__all__ = [
-    "Interception",
-    "RunningModule",
-    "dispatch",
-    "has_only_recorders",
-    "innermost_module",
-    "is_intercepted",
-    "is_recomputed",
-    "paused",
-    "report_miss",
-    "without_mode",
-]
-
 
 class Interception:
     """The interception of one model.

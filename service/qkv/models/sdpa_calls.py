@@ -14,8 +14,6 @@ from qkv.models.model_call import CallOutput, ModelCall
 from qkv.models.running_modules import dispatch, is_intercepted, report_miss
 from qkv.models.token_places import follow, follow_attention
 
-__all__ = ["MODE"]
-
 
 class _AttentionMode(TorchFunctionMode):
     """Sees torch's functions that the modules of a model call."""

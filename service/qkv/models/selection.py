@@ -12,14 +12,6 @@ from qkv.models.attention_call import AttentionCall
 from qkv.models.masks import is_self_attention
 from qkv.models.model_call import Missed, choose_numbers, to_numbers
 
-__all__ = [
-    "check_chain",
-    "check_layers_differ",
-    "check_layers_exist",
-    "choose_calls",
-    "is_selected",
-]
-
 
 def is_selected(layer: str, pattern: str) -> bool:
     """True if a pattern names a layer or a module around it.

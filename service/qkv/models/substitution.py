@@ -29,8 +29,6 @@ from qkv.models.selection import check_layers_exist, is_selected
 from qkv.models.substitution_report import SubstitutionReport
 from qkv.models.variants import VariantFunction, VariantSignature
 
-__all__ = ["SubstituteWarning", "Substitutes", "substitute"]
-
 Substitutes: TypeAlias = str | Mapping[str, Any]
 """One variant for all layers, or a variant for each of some layers."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from qkv.client.tables import Table, format_number
 from qkv.errors import InvalidContent
 
-__all__ = ["SubstitutedLayer", "SubstitutionReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class SubstitutedLayer:

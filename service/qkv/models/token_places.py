@@ -34,8 +34,6 @@ from qkv.models.positions import (
 )
 from qkv.models.running_modules import is_intercepted, paused, without_mode
 
-__all__ = ["Entry", "enter", "follow", "follow_attention", "following", "leave"]
-
 
 class Side(NamedTuple):
     """A token of another sequence that a module receives.

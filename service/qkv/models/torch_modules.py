@@ -31,8 +31,6 @@ from qkv.models.running_modules import (
     without_mode,
 )
 
-__all__ = ["wrap"]
-
 _OWN_CODE: Final = "it computes attention in code of its own, not that of nn.MultiheadAttention"
 _TRUTH: Final = "torch's fast path takes the numbers of its mask for truth values"
 _FUNCTION: Final[Any] = F.multi_head_attention_forward

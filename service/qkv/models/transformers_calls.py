@@ -21,8 +21,6 @@ from qkv.models.model_call import CallOutput, ModelCall
 from qkv.models.running_modules import dispatch, is_intercepted, paused, report_miss
 from qkv.models.token_places import follow_attention
 
-__all__ = ["attach", "detach"]
-
 _KNOWN: Final = frozenset({
     "dropout", "encoder_hidden_states", "hidden_states", "inputs_embeds", "input_features",
     "input_values", "output_attentions", "pixel_values", "pixel_values_videos", "position_bias",

@@ -15,8 +15,6 @@ from qkv.errors import InvalidContent, NotFound
 from qkv.models.masks import Part, parts_of, whole_of
 from qkv.models.model_call import ModelCall
 
-__all__ = ["VariantFunction", "VariantSignature", "variant_run"]
-
 
 class VariantSignature(NamedTuple):
     """The inputs and parameters of a variant.

@@ -13,8 +13,6 @@ from typing import Final
 
 from qkv.telemetry.worker_state import WorkerState
 
-__all__ = ["Acceptor"]
-
 _log = logging.getLogger(__name__)
 
 _YIELD_S: Final = 0.002  # in which a worker with fewer connections can accept first

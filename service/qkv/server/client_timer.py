@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["ClientTimer"]
-
 _LONGEST_PERIOD_S: Final = 1.0
 
 

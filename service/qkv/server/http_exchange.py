@@ -12,8 +12,6 @@ from starlette.types import ASGIApp, Message
 
 from qkv.errors import QkvError
 
-__all__ = ["Exchange"]
-
 _log = logging.getLogger(__name__)
 
 _JOINED_BYTES: Final = 1 << 16  # a body is copied behind its head sooner than sent by itself

@@ -30,8 +30,6 @@ from qkv.server.client_timer import ClientTimer
 from qkv.server.http_exchange import Exchange
 from qkv.server.request_head import MAX_HEAD_BYTES, MAX_HEADERS, RequestHead
 
-__all__ = ["HttpLimits", "HttpProtocol"]
-
 _log = logging.getLogger(__name__)
 
 _MAX_FRAMING_BYTES: Final = 1 << 20  # all of a chunked body except its bytes: lines of chunks

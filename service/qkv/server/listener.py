@@ -21,8 +21,6 @@ import click
 from qkv.errors import ServiceUnavailable
 from qkv.wire import json
 
-__all__ = ["Rejections", "has_pending", "listen", "stop_accepting"]
-
 _BACKLOG: Final = 2048
 _MAX_REJECTED: Final = 64  # open ones, since clients may reconnect at once for ever
 _LINGER_S: Final = 2.0  # for the client of a rejected connection to close it

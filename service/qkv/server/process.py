@@ -11,8 +11,6 @@ import os
 import platform
 from typing import Final
 
-__all__ = ["limit_malloc_arenas", "usable_cpus"]
-
 # malloc.h
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3

@@ -10,8 +10,6 @@ import httptools
 
 from qkv.errors import HeadersTooLarge, MalformedRequest, UnsupportedTransferCoding
 
-__all__ = ["MAX_HEADERS", "MAX_HEAD_BYTES", "RequestHead"]
-
 MAX_HEADERS: Final = 100
 """Headers of a request, or trailers of its body."""
 MAX_HEAD_BYTES: Final = 1 << 16

@@ -26,8 +26,6 @@ from qkv.server.process import limit_malloc_arenas, usable_cpus
 from qkv.server.supervisor import Supervisor
 from qkv.settings import Settings
 
-__all__ = ["serve"]
-
 
 def serve(settings: Settings) -> int:
     """Serves until SIGINT, SIGTERM, or SIGHUP without a file of keys; then completes the accepted

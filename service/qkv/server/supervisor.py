@@ -38,8 +38,6 @@ from qkv.telemetry.log_format import LogFormatter
 from qkv.telemetry.log_writer import StderrHandler
 from qkv.telemetry.worker_state import SharedState, WorkerState
 
-__all__ = ["Supervisor"]
-
 _log = logging.getLogger(__name__)
 
 _TRY = """\

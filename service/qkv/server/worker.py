@@ -24,8 +24,6 @@ from qkv.server.http_protocol import HttpLimits, HttpProtocol
 from qkv.settings import Settings
 from qkv.telemetry.worker_state import WorkerState
 
-__all__ = ["DRAIN_ACCEPT_S", "DRAIN_IDLE_S", "new_config", "run_worker"]
-
 DRAIN_ACCEPT_S: Final = 0.3
 """Seconds after the start of the drain in which new connections are accepted."""
 

@@ -7,8 +7,6 @@ from datetime import UTC, datetime
 
 import orjson
 
-__all__ = ["LogFormatter"]
-
 
 class LogFormatter(logging.Formatter):
     """A format of log records with time and level.

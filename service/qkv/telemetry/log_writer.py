@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Final
 
-__all__ = ["BackgroundWriter", "StderrHandler"]
-
 _MAX_QUEUED_BYTES: Final = 1 << 23
 _CHUNK_BYTES: Final = 4096  # PIPE_BUF: smaller writes of several processes to one pipe do not mix
 _STOP_TIMEOUT_S: Final = 2.0  # to write the queue at the end

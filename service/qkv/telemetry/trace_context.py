@@ -12,8 +12,6 @@ from typing import Final
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
-__all__ = ["remote_context", "remote_trace_id"]
-
 _MAX_LENGTH: Final = 1024  # characters; W3C Trace Context, section 3.3.1.5, requires 512
 # without baggage, which the service does not use
 _HEADERS: Final = [

@@ -21,8 +21,6 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from qkv.telemetry.trace_context import remote_context
 from qkv.version import __version__
 
-__all__ = ["Traces"]
-
 _STOP_TIMEOUT_S: Final = 5.0  # to send the remaining spans when the service stops
 _METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"))
 _OTHER: Final = "_OTHER"

@@ -17,8 +17,6 @@ import numpy as np
 from qkv.telemetry.counters import Counters, Recorder
 from qkv.telemetry.families import BATCH_CELLS, FAMILIES, OUTCOMES, STAGES, UNKNOWN
 
-__all__ = ["SharedState", "WorkerState"]
-
 _HEARTBEAT_S: Final = 0.25
 # CLOCK_MONOTONIC is one clock for all processes of a machine
 _now = time.monotonic

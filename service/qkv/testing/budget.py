@@ -17,15 +17,6 @@ from torch import Tensor
 
 from qkv.testing.plain_softmax import Evaluation
 
-__all__ = [
-    "gamma",
-    "output_budget",
-    "score_error",
-    "smallest",
-    "unit_roundoffs",
-    "weight_error",
-]
-
 
 def unit_roundoffs(dtype: torch.dtype) -> tuple[float, float]:
     """Returns the unit roundoff of the sums, and that of the dtype."""

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from qkv.attention.variant import Variant
 
-__all__ = ["Call"]
-
 
 @dataclass(frozen=True, eq=False)
 class Call:

@@ -27,8 +27,6 @@ from qkv.testing.judgement import expected_shapes
 from qkv.wire.casting import cast_untyped
 from qkv.wire.message import Message
 
-__all__ = ["FIELD", "GRAD_OUTPUT", "CaseFile", "read_results"]
-
 FIELD: Final = "case"
 """The field of a request that makes it a case file."""
 GRAD_OUTPUT: Final = "grad_output"

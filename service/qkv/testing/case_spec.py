@@ -16,8 +16,6 @@ from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.testing.call import Call
 from qkv.testing.families import FAMILIES, NotDrawn, choose_sizes, draw
 
-__all__ = ["DTYPES", "CaseSpec", "check_sizes", "input_digest"]
-
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 """The dtypes of a call, in the order in which they run."""
 

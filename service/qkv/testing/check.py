@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Check", "compare", "error_units"]
-
 
 @dataclass(frozen=True)
 class Check:

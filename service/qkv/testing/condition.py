@@ -28,8 +28,6 @@ from qkv.testing.budget import gamma, smallest, unit_roundoffs
 from qkv.testing.call import Call
 from qkv.testing.term_sizes import TermSizes
 
-__all__ = ["gradient_budgets", "output_budget", "reference_gradients", "reference_result"]
-
 _PATTERNS = 8  # random directions
 
 

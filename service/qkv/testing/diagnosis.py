@@ -21,8 +21,6 @@ from qkv.testing.observation import Observation
 from qkv.testing.truth import has_derivation
 from qkv.testing.wrong_results import WrongResult, apply_changes
 
-__all__ = ["diagnose"]
-
 _WIDTH = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -10,8 +10,6 @@ from matplotlib.figure import Figure
 from qkv.client.figures.heat_maps import Labels, Panel, draw_panels
 from qkv.client.figures.scale import Scale
 
-__all__ = ["draw_errors"]
-
 _LARGEST: Final = 1e6  # infinite errors have this size
 _CELL: Final = (0.3, 0.2)  # inches; both panels are stretched to one size
 

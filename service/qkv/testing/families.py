@@ -18,8 +18,6 @@ from qkv.attention.variant import Variant
 from qkv.testing.call import Call
 from qkv.testing.visibility import first_position, visible_keys
 
-__all__ = ["FAMILIES", "Family", "NotDrawn", "choose_sizes", "draw"]
-
 _BASE: Final = {"B": 2, "H": 4, "L": 32, "S": 32, "D": 16, "E": 16, "I": 16, "O": 8}
 
 _MANY_PAIRS: Final = 1 << 17  # of a query and a key: from here on fewer items and heads are drawn

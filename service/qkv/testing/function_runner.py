@@ -19,8 +19,6 @@ from torch import Tensor
 from qkv.client.arrays import to_raw
 from qkv.testing.call import Call
 
-__all__ = ["Framework", "Outcome", "missing_keyword", "run_function"]
-
 Framework = Literal["torch", "numpy", "jax"]
 """The kind of arrays that the function takes."""
 

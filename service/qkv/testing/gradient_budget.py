@@ -21,8 +21,6 @@ from qkv.testing.budget import (
 )
 from qkv.testing.plain_softmax import Evaluation
 
-__all__ = ["gradient_budgets"]
-
 
 def gradient_budgets(
     steps: Evaluation, grad: Tensor, dtype: torch.dtype, key_heads: int, u: float | None = None

@@ -16,15 +16,6 @@ from qkv.testing.function_runner import Outcome
 from qkv.testing.report import Report
 from qkv.testing.verification import check_outcome
 
-__all__ = [
-    "GRADIENT",
-    "check_results",
-    "check_shapes",
-    "expected_shapes",
-    "judge",
-    "results_by_name",
-]
-
 GRADIENT: Final = "grad_"
 """Begins the name of a gradient among results: `grad_query` is that of `query`."""
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from qkv.testing.call import Call
 from qkv.testing.plain_softmax import EPSILONS, FORGOTTEN
 
-__all__ = ["ALONE", "KNOWN_BUGS", "LOW_PRECISION", "Change"]
-
 Change = Callable[[Call], Call]
 """Returns the call with the bug; the same call if the bug has no effect on it."""
 

@@ -27,8 +27,6 @@ from qkv.testing.observation import Observation
 from qkv.testing.plain_softmax import Evaluation, evaluate
 from qkv.testing.truth import has_derivation
 
-__all__ = ["sums_are_narrow"]
-
 _NARROW: Final = (torch.float16, torch.bfloat16)
 _SPREAD: Final = 50  # random errors of narrow sums have a maximum of about 10 medians
 _STALLED: Final = 0.5  # terms times roundoff: a new term is about as large as a rounding

@@ -9,8 +9,6 @@ from torch import Tensor
 from qkv.testing.call import Call
 from qkv.testing.truth import Truth
 
-__all__ = ["Observation"]
-
 
 class Observation(NamedTuple):
     """The results of a function on one call.

@@ -13,8 +13,6 @@ from torch import Tensor
 from qkv.testing.call import Call
 from qkv.testing.visibility import visible_keys
 
-__all__ = ["EPSILONS", "FORGOTTEN", "OVERFLOW", "Evaluation", "evaluate"]
-
 OVERFLOW = 88.72
 """exp of a greater number is infinite in float32."""
 

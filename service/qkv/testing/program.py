@@ -23,8 +23,6 @@ from qkv.testing.function_runner import Outcome
 from qkv.testing.judgement import check_results, results_by_name
 from qkv.wire import safetensors
 
-__all__ = ["Program"]
-
 _NOT_TAKEN: Final = 77  # the status of a skipped test in GNU Automake's protocol
 _PLACEHOLDERS: Final = ("{in}", "{out}")
 _TAIL: Final = 4096  # bytes of stderr in which the last line is looked for

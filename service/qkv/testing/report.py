@@ -15,8 +15,6 @@ from qkv.version import __version__
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Report"]
-
 _DETAILED: Final = 3  # failed checks with their numbers in the text
 
 

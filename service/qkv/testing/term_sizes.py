@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TermSizes"]
-
 
 class TermSizes(TorchDispatchMode):
     """The size of each float64 number that an operation in a `with` block returns.

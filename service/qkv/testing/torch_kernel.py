@@ -10,8 +10,6 @@ from qkv.testing.call import Call
 from qkv.testing.truth import has_derivation
 from qkv.testing.visibility import visible_keys
 
-__all__ = ["run_torch_kernel"]
-
 
 def run_torch_kernel(call: Call, gradients: bool = False) -> dict[str, Tensor]:
     """Returns the results of `scaled_dot_product_attention` by name.

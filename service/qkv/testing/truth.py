@@ -11,8 +11,6 @@ from qkv.testing import budget, condition, gradient_budget, plain_softmax
 from qkv.testing.call import Call
 from qkv.testing.condition import reference_gradients, reference_result
 
-__all__ = ["Truth", "find_truth", "has_derivation"]
-
 _PLAIN_PARAMETERS = {"causal", "query_offset", "scale", "softcap", "window"}
 _PLAIN_INPUTS = {"query", "key", "value", "mask", "key_lengths"}
 

@@ -23,15 +23,6 @@ from qkv.testing.report import Report
 from qkv.testing.torch_kernel import run_torch_kernel
 from qkv.testing.truth import find_truth
 
-__all__ = [
-    "Dtype",
-    "Runner",
-    "assert_matches",
-    "check_outcome",
-    "verify",
-    "verify_runner",
-]
-
 Dtype = str | torch.dtype
 Gradients = bool | Literal["auto"]
 Runner = Callable[[CaseSpec, Call], Outcome]

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from qkv.testing.call import Call
 
-__all__ = ["first_position", "visible_keys"]
-
 
 def first_position(call: Call) -> Tensor:
     """Returns the position of the first query on the key axis, (B, 1, 1, 1) or (1, 1, 1, 1)."""

@@ -18,8 +18,6 @@ from qkv.testing.known_bugs import OUTPUT_FLAGS, Change
 from qkv.testing.plain_softmax import OVERFLOW, evaluate
 from qkv.testing.truth import has_derivation
 
-__all__ = ["WrongResult", "apply_changes"]
-
 _COLUMNS: Final = 4
 
 

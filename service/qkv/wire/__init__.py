@@ -12,8 +12,6 @@ from qkv.errors import NotAcceptable, UnsupportedMediaType
 from qkv.wire import json, safetensors
 from qkv.wire.message import Message
 
-__all__ = ["CODECS", "Codec", "for_accept", "for_content_type", "require_acceptable"]
-
 Chunk = bytes | memoryview
 
 

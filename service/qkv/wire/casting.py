@@ -9,8 +9,6 @@ import numpy as np
 from qkv.errors import InvalidContent
 from qkv.tensors import DTYPES, FLOATING, RawTensor
 
-__all__ = ["cast_untyped", "dtype_of"]
-
 
 def dtype_of(raw: RawTensor, name: str, accepted: Sequence[str], dtype: str, pointer: str) -> str:
     """Returns the accepted dtype in which a tensor is computed.

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 from qkv.wire.response import Count, Response, doc
 from qkv.wire.tensor_types import Dtype
 
-__all__ = ["InputDescription", "OutputDescription", "Step", "Steps", "Variant", "Variants"]
-
 _Axes = Annotated[Sequence[str], doc("One letter per axis.")]
 
 

@@ -19,18 +19,6 @@ from qkv.wire.json_document import Document, members
 from qkv.wire.long_numbers import too_large
 from qkv.wire.message import Message
 
-__all__ = [
-    "MEDIA_TYPE",
-    "PROBLEM_TYPE",
-    "aligned_offset",
-    "decode",
-    "decode_fields",
-    "dump",
-    "encode",
-    "load",
-    "pop_encoding",
-]
-
 MEDIA_TYPE: Final = "application/json"
 PROBLEM_TYPE: Final = "application/problem+json"
 

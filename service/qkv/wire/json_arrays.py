@@ -20,8 +20,6 @@ from qkv.errors import InvalidContent, PayloadTooLarge, format_value, pointer_to
 from qkv.tensors import DTYPES, RawTensor
 from qkv.wire.json_document import Document
 
-__all__ = ["VALID_SHAPE", "NestedLists", "format_node", "is_shape", "write"]
-
 _MAX_AXES: Final = 8
 VALID_SHAPE: Final = f"at most {_MAX_AXES} integers, 0 or more, for less than 2**63 bytes"
 _MAX_OBJECTS: Final = 1 << 20  # lists, or values of mixed types: each costs a Python object

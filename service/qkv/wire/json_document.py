@@ -17,8 +17,6 @@ from simdjson import Array, Object
 from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, pointer_to
 from qkv.wire.long_numbers import check_long_numbers, too_large, widen_integers
 
-__all__ = ["MAX_SUBSTITUTED_BYTES", "Document", "members"]
-
 MAX_SUBSTITUTED_BYTES: Final = 1 << 24
 """The longest text in which a regular expression replaces numbers. It takes 20 ms for each MiB, and
 holds the GIL all the time."""

@@ -10,21 +10,6 @@ from pydantic import Field
 from qkv.wire.response import Count, NonNegative, PositiveCount, Response, doc
 from qkv.wire.tensor_types import FloatingDtype, Number, enumeration
 
-__all__ = [
-    "ConversionCheck",
-    "DetectedLayer",
-    "FittingLayout",
-    "FoundLayer",
-    "HeadCounts",
-    "LayerProof",
-    "LayersResponse",
-    "LoadedCheckpoint",
-    "LoadedLayer",
-    "LoadedLayers",
-    "RotaryOrder",
-    "UnservedLayers",
-]
-
 RotaryOrder: Any = enumeration("RotaryOrder", "half", "interleaved")
 _LayerInput: Any = enumeration("LayerInput", "attention", "residual")
 

@@ -13,8 +13,6 @@ import orjson
 
 from qkv.errors import PayloadTooLarge
 
-__all__ = ["check_long_numbers", "too_large", "widen_integers"]
-
 _MAX_LONG_NUMBERS: Final = 4096
 _LONG_DIGITS: Final = 19
 _MIN_BYTES: Final = _MAX_LONG_NUMBERS * (_LONG_DIGITS + 1)  # no shorter text has too many

@@ -7,8 +7,6 @@ from typing import Any
 
 from qkv.tensors import RawTensor
 
-__all__ = ["Message"]
-
 
 @dataclass(slots=True)
 class Message:

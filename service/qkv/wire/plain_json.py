@@ -8,8 +8,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
 
-__all__ = ["RepeatedName", "load_names"]
-
 
 class RepeatedName(ValueError):
     """An object has a name twice; `name` is it."""

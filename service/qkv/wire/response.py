@@ -10,8 +10,6 @@ from typing import Annotated, Any, Self, TypeAlias
 
 import pydantic
 
-__all__ = ["Count", "NonNegative", "PositiveCount", "Response", "doc", "omitted"]
-
 Count: TypeAlias = Annotated[int, pydantic.Field(ge=0)]
 PositiveCount: TypeAlias = Annotated[int, pydantic.Field(ge=1)]
 NonNegative: TypeAlias = Annotated[float, pydantic.Field(ge=0)]

@@ -11,36 +11,6 @@ from pydantic.json_schema import SkipJsonSchema
 from qkv.wire.response import Count, NonNegative, PositiveCount, Response, doc, omitted
 from qkv.wire.tensor_types import enumeration
 
-__all__ = [
-    "NOTES",
-    "BaselineComparison",
-    "BaselineHead",
-    "BaselineWeights",
-    "Cell",
-    "CompareResponse",
-    "CompareTiming",
-    "ComparedHead",
-    "ComparedVariant",
-    "Crossover",
-    "Divergence",
-    "Done",
-    "Entropy",
-    "Failed",
-    "HeadFigures",
-    "OutputError",
-    "Passed",
-    "Problem",
-    "Progress",
-    "Stopped",
-    "Timing",
-    "VariantComparison",
-    "VariantTiming",
-    "Weights",
-    "WeightsComparison",
-    "WeightsKind",
-]
-
-
 NOTES: Final = (
     "Parameters of a loaded layer that the variant lacks and does not apply, and facts that make "
     "the numbers less exact"

@@ -17,17 +17,6 @@ from qkv.wire.json import decode_fields, pop_encoding
 from qkv.wire.message import Message
 from qkv.wire.safetensors_header import LENGTH_BYTES, Entry, header_length, read_header
 
-__all__ = [
-    "DTYPES",
-    "LAYER",
-    "MAX_NAMES",
-    "MEDIA_TYPE",
-    "aligned_offset",
-    "decode",
-    "decode_metadata",
-    "encode",
-]
-
 MEDIA_TYPE: Final = "application/vnd.safetensors"
 LAYER: Final = "layer."
 """Begins the names of a layer's tensors in a request that has inputs too."""

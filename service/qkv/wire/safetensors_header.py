@@ -15,8 +15,6 @@ from typing import Any, Final, NamedTuple, TypeGuard
 from qkv.errors import InvalidContent, MalformedRequest
 from qkv.wire.plain_json import load_names
 
-__all__ = ["LENGTH_BYTES", "Entry", "Header", "header_length", "read_header"]
-
 LENGTH_BYTES: Final = 8
 """Bytes in front of the header, which are its length, little-endian."""
 _METADATA: Final = "__metadata__"

@@ -16,20 +16,6 @@ from typing_extensions import TypeAliasType
 
 from qkv.tensors import DTYPES, FLOATING, RawTensor
 
-__all__ = [
-    "Base64Tensor",
-    "Dtype",
-    "Encoding",
-    "FloatingDtype",
-    "InferData",
-    "IntegerTensor",
-    "MaskTensor",
-    "Number",
-    "Tensor",
-    "TensorOfFiveAxes",
-    "enumeration",
-]
-
 _AXES: Final = 4  # (B, H, L, D): recursive types do not exist in most languages
 
 

@@ -10,8 +10,6 @@ from pydantic import BeforeValidator, ConfigDict
 from qkv.wire.response import Count, Response, doc
 from qkv.wire.tensor_types import Number
 
-__all__ = ["FIGURES", "Figures", "Verdict"]
-
 _Number: Any = Annotated[float, BeforeValidator(lambda value: value, json_schema_input_type=Number)]
 
 

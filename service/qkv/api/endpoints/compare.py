@@ -33,8 +33,6 @@ from qkv.wire import json
 from qkv.wire.responses import CompareResponse
 from qkv.wire.tensor_types import Encoding, Tensor
 
-__all__ = ["CHOICE", "router", "specific_errors"]
-
 _INPUTS: Final = ConfigDict(extra="forbid", json_schema_extra={"minProperties": 1})
 CHOICE: Final = "a variant's name, or an object of `variant` and `parameters`"
 

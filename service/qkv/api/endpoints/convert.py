@@ -36,8 +36,6 @@ from qkv.wire.response import Response as Record
 from qkv.wire.response import omitted
 from qkv.wire.tensor_types import Encoding, Tensor
 
-__all__ = ["router"]
-
 _THREADS: Final = 2
 _FIELDS: Final = ConvertFields.model_fields
 

@@ -12,8 +12,6 @@ from qkv.engine.job_executor import JobExecutor
 from qkv.telemetry.worker_state import SharedState
 from qkv.wire.responses import Failed, Passed
 
-__all__ = ["router"]
-
 _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     503: {"model": Failed, "description": "The check fails."},
     **problem_responses(500),

@@ -17,8 +17,6 @@ from qkv.settings import Settings
 from qkv.wire import json
 from qkv.wire.layer_responses import LayersResponse
 
-__all__ = ["MAX_BODY_BYTES", "router"]
-
 MAX_BODY_BYTES: Final = 8 << 20
 """Limit of the body: 65,536 names of 100 characters, each with two sizes."""
 _NOT_JSON: Final = (

@@ -15,8 +15,6 @@ from qkv.jobs.loaded import loaded_layers
 from qkv.wire import json, layer_responses
 from qkv.wire.layer_responses import LoadedCheckpoint, UnservedLayers
 
-__all__ = ["router"]
-
 _UNKNOWN: Final = NotFound(
     "no layer 'minilm.encoder.layer.9': expected minilm.encoder.layer.0, ..."
 )

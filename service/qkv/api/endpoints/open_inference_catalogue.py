@@ -15,8 +15,6 @@ from qkv.errors import InvalidContent, NotFound
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.telemetry.worker_state import SharedState
 
-__all__ = ["LAYER_VARIANT", "VERSION", "Model", "ModelCatalogue", "default_output"]
-
 VERSION: Final = "1"
 """The only version of every model."""
 

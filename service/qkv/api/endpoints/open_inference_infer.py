@@ -35,8 +35,6 @@ from qkv.wire import json, open_inference
 from qkv.wire.message import Message
 from qkv.wire.open_inference_responses import InferResponse
 
-__all__ = ["InferHandler", "router"]
-
 BINARY_TYPE: Final = "application/octet-stream"
 """The media type of JSON with tensors after it."""
 _BINARY_CONTENT: Final = {

@@ -55,13 +55,6 @@ from qkv.wire.open_inference_responses import (
     VersionPolicy,
 )
 
-__all__ = [
-    "HEALTH_PATHS",
-    "Version",
-    "new_router",
-    "router",
-]
-
 HEALTH_PATHS: Final = ("/v2/health/live", "/v2/health/ready")
 """The paths of the probes of the server."""
 

@@ -17,8 +17,6 @@ from qkv.api.openapi.operation import variant_name
 from qkv.errors import InvalidContent
 from qkv.wire.open_inference_responses import Loaded, RepositoryModel, Unloaded
 
-__all__ = ["router"]
-
 _MAX_BODY_BYTES: Final = 1 << 16
 _FLAGS: Final = "Flags, without an effect."
 

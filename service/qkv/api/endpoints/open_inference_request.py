@@ -17,8 +17,6 @@ from qkv.wire import json
 from qkv.wire.message import Message
 from qkv.wire.open_inference_responses import InferTensor
 
-__all__ = ["InferFields", "InferRequest", "parse_fields"]
-
 _MAX_TIMEOUT_US: Final = (1 << 63) - 1
 _MAX_QUOTED_LENGTH: Final = 4096  # no list or object that a variant takes is near it
 _SEQUENCE_PARAMETERS: Final = ("sequence_id", "sequence_start", "sequence_end")

@@ -16,8 +16,6 @@ from fastapi import APIRouter, Request, Response
 from qkv.api.openapi.operation import CACHE_HEADERS, NOT_MODIFIED, problem_responses
 from qkv.errors import NotFound
 
-__all__ = ["PAGE_TYPE", "PATHS", "SWAGGER_PATH", "router"]
-
 PAGE_TYPE: Final = "text/html; charset=utf-8"
 
 _TYPES: Final = {

@@ -28,8 +28,6 @@ from qkv.settings import Settings
 from qkv.wire import json
 from qkv.wire.message import Message
 
-__all__ = ["RunHandler", "attention_router", "gradients_router", "unknown_router"]
-
 _RELATIVE_COST: Final = {"base64": 0.1}  # cost of encoding a byte, relative to numbers in lists
 _REQUEST_FILE: Final = (
     "The inputs by name, the tensors of a layer as `layer.<name>`; all other fields as JSON under "

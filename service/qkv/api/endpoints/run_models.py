@@ -41,8 +41,6 @@ from qkv.tensors import FLOATING
 from qkv.wire.responses import NOTES, Timing, WeightsKind
 from qkv.wire.tensor_types import Tensor, enumeration
 
-__all__ = ["gradients_body", "gradients_response", "run_body", "run_response"]
-
 _FILLED: Final[Any] = {"minProperties": 1}
 _EXACT: Final = ("float64", "float32")
 

@@ -26,8 +26,6 @@ from qkv.telemetry.worker_state import SharedState
 from qkv.wire import json
 from qkv.wire.responses import Cell, Done, Progress, Stopped
 
-__all__ = ["EVENTS", "router"]
-
 _Json: Any = Json  # an alias of another kind for type checkers
 EVENTS: Final = {"progress": Progress, "cell": Cell, "done": Done, "error": Stopped}
 """The data of each event."""

@@ -18,8 +18,6 @@ from qkv.attention.variant import Variant
 from qkv.errors import NotFound
 from qkv.wire import catalogue_responses as responses
 
-__all__ = ["PICTURE_TYPE", "entry", "router"]
-
 PICTURE_TYPE: Final = "image/svg+xml"
 
 _INERT: Final = {

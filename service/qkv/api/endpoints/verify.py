@@ -35,8 +35,6 @@ from qkv.testing.judgement import GRADIENT
 from qkv.wire import json, require_acceptable, verify_responses
 from qkv.wire.tensor_types import Encoding, Tensor, enumeration
 
-__all__ = ["MAX_BODY_BYTES", "router"]
-
 MAX_BODY_BYTES: Final = 64 * MAX_NUMBERS
 """Limit of the body: 64 bytes for each number of the largest case. In lists, float64 takes 26."""
 _BRANCHES: Final = ("<draw>", "<judge>")  # the forms of a body, in places of errors

@@ -21,8 +21,6 @@ from qkv.wire import json, safetensors
 from qkv.wire.open_inference_responses import ModelError
 from qkv.wire.responses import Problem
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "EXAMPLES_FILE", "TAGS", "build_document"]
-
 EXAMPLES_FILE: Final = "examples.json"
 """The examples of requests and responses by operation, beside this module."""
 

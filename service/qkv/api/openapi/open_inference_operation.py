@@ -6,11 +6,6 @@ from typing import Any, Final
 
 from qkv.wire import json
 
-__all__ = [
-    "error_responses",
-    "unauthorized",
-]
-
 _ERROR: Final = {"$ref": "#/components/schemas/ModelError"}
 _ERROR_DESCRIPTIONS: Final = {
     400: "The request is invalid.",

@@ -13,18 +13,6 @@ from qkv import errors
 from qkv.attention import catalogue
 from qkv.wire import CODECS, json, safetensors, tensor_types
 
-__all__ = [
-    "BINARY",
-    "CACHE_HEADERS",
-    "NOT_MODIFIED",
-    "PROBLEMS",
-    "SERVER_TIMING",
-    "in_safetensors",
-    "problem_responses",
-    "unknown_variant",
-    "variant_name",
-]
-
 BINARY: Final = {"type": "string", "format": "binary"}
 
 _PROBLEM: Final = {"$ref": "#/components/schemas/Problem"}

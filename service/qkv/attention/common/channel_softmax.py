@@ -16,8 +16,6 @@ from qkv.attention.common.feature_sums import SharedSums, apply_state
 from qkv.attention.common.guards import are_deferred, items_within, largest_size
 from qkv.attention.common.row_masks import mask_padding
 
-__all__ = ["average_by_channels"]
-
 _LEAST = -16.0  # smallest key: S over a channel's sum of e^k is below 2**24
 _MAX_SUM = 2.0**24  # largest sum of e^k: no key is above 17
 _SIZES = (2.0**-60, 1e15)  # sizes of averages between which nothing has overflowed

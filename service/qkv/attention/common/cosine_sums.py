@@ -10,8 +10,6 @@ from torch.nn.functional import pad
 
 from qkv.attention.common.guards import are_deferred, bounds, holds
 
-__all__ = ["average_by_cosines"]
-
 _CHUNK = 64  # rows of a triangle of cosines
 _SEGMENT = 4 * _CHUNK  # rows whose numbers fit into the cache
 _NORMS = (1e-3, 1e6)  # norms between which a product with a norm loses no digit

@@ -14,8 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["keep_mask"]
-
 _SIGN = -(1 << 31)
 
 

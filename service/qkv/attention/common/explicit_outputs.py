@@ -10,8 +10,6 @@ from torch import Tensor
 from qkv.attention.common.score_blocks import ScoreBlock, Scores, score_dtype
 from qkv.attention.common.visibility import row_blocks
 
-__all__ = ["explicit_outputs"]
-
 _SCORE_ELEMENTS = 1 << 23  # of a block's scores: 32 MiB in float32
 
 

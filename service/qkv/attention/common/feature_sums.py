@@ -13,15 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Phi",
-    "SharedSums",
-    "apply_state",
-    "feature_products",
-    "feature_sums",
-    "transposed_feature_sums",
-]
-
 _CHUNK = 64  # queries of a chunk, whose scores are computed, in causal attention
 _ROWS = 1024  # the most keys that are summed in the dtype of the input
 _ELEMENTS = 1 << 18  # of a block: small enough for the cache

@@ -15,8 +15,6 @@ from qkv.attention.common.row_masks import padding_mask
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.token_inputs import Read, Sums, TokenInputs, parts
 
-__all__ = ["GatedInputs", "State", "run"]
-
 _EPSILON: Final = 1e-6  # of normalize_qk
 _STABLE: Final = 2.0 + 1e-5  # the norm of a normalised key is rounded
 

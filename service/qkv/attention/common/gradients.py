@@ -15,15 +15,6 @@ from qkv.attention.common.powers_of_2 import times_power_of_2
 from qkv.attention.common.score_blocks import Scores, score_dtype
 from qkv.attention.common.visibility import row_blocks
 
-__all__ = [
-    "gradients_by_features",
-    "gradients_by_heads",
-    "gradients_by_scores",
-    "is_ordinary",
-    "normalize_size",
-    "scale_back",
-]
-
 _SCORE_ELEMENTS = 1 << 21  # of a block; five blocks are held at once, 8 MiB each in float32
 _WORTH_IT = 1 << 16  # elements below which the calls take longer than the arithmetic
 _SAFE = 1e30  # the largest safe size of products and sums in float32

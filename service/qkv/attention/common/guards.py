@@ -19,22 +19,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Condition",
-    "Guards",
-    "Number",
-    "are_deferred",
-    "are_wide",
-    "bounds",
-    "deferred",
-    "holds",
-    "is_finite",
-    "items_within",
-    "largest_size",
-    "occurs",
-    "of_items",
-]
-
 Number = float | Tensor
 """A number of the whole call; in a deferred call a tensor, (B,) or (), in float64."""
 Condition = bool | Tensor

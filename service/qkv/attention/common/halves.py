@@ -10,8 +10,6 @@ import torch
 
 from qkv.attention.common.guards import of_items
 
-__all__ = ["in_halves"]
-
 Result = TypeVar("Result", bound=tuple[Any, ...])
 
 _OF_HEADS: Final = ("alibi_slopes_H", "sinks_H")  # one number per query head

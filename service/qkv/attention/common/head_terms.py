@@ -17,8 +17,6 @@ from qkv.attention.common.guards import are_wide, holds, largest_size
 from qkv.attention.common.powers_of_2 import ROOM, times_power_of_2
 from qkv.attention.common.visibility import Visibility
 
-__all__ = ["HeadTerms"]
-
 _SAFE: Final = {torch.float32: 1e30, torch.float64: 1e300}  # leaves room for scores and masks
 _LOST: Final = 2.0**-16  # the largest error of a score from a position that is far from all keys
 _DISTANCE_BITS: Final = 34  # positions are below 2**31 + L

@@ -16,8 +16,6 @@ from qkv.attention.common.powers_of_2 import split_exponents, times_power_of_2
 from qkv.attention.common.score_blocks import Scores, score_dtype
 from qkv.attention.common.visibility import Visibility, row_blocks
 
-__all__ = ["Path", "average_mixtures"]
-
 _ELEMENTS = 1 << 22  # of a block of rows of a projection
 _SIZE = 480  # exponent of scaled rows: a product of two has 2**960, which leaves room for sums
 

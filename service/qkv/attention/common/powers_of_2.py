@@ -7,8 +7,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["ROOM", "split_exponents", "times_power_of_2"]
-
 _SIZE: Final = (
     480  # a row's largest becomes 2**480: products do not overflow, and tiny numbers survive
 )

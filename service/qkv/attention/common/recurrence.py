@@ -20,8 +20,6 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Chunks", "Tokens"]
-
 _BLOCK: Final = 16  # rows whose channels decay pair by pair: see `_pairs_by_channel`
 _FORGOTTEN: Final = -1000.0  # exp of it is 0
 

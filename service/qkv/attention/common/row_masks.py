@@ -12,18 +12,6 @@ from torch import Tensor
 
 from qkv.attention.common.guards import occurs
 
-__all__ = [
-    "Causal",
-    "QueryOffset",
-    "item_offsets",
-    "mask_padding",
-    "padding_mask",
-    "rows_to_redo",
-    "visible_counts",
-    "visible_keys",
-    "zero_hidden",
-]
-
 Causal = Annotated[bool, Field(description="A query sees only the keys up to its own position.")]
 QueryOffset = Annotated[
     Annotated[int, Field(ge=-(2**31), lt=2**31)] | Literal["end"],

@@ -15,8 +15,6 @@ from torch.nn.functional import pad
 
 from qkv.attention.common.visibility import row_blocks
 
-__all__ = ["RunningSoftmax"]
-
 _CHUNK = 16  # keys of a chunk; each query has exponentials of its own for its last chunk
 _ELEMENTS = 1 << 22  # of those exponentials that are held at once
 

@@ -14,13 +14,6 @@ from qkv.attention.common.head_terms import HeadTerms
 from qkv.attention.common.powers_of_2 import ROOM, split_exponents, times_power_of_2
 from qkv.attention.common.visibility import Visibility
 
-__all__ = [
-    "ScoreBlock",
-    "Scores",
-    "is_safe",
-    "score_dtype",
-]
-
 _SAFE = {torch.float32: 1e30, torch.float64: 1e300}  # leaves room for any finite mask
 
 

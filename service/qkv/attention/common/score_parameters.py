@@ -6,8 +6,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-__all__ = ["Scale", "Softcap", "Window"]
-
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Factor = Annotated[float, Field(ge=-1e9, le=1e9)]
 _Cap = Annotated[float, Field(ge=1e-30, le=1e9)]  # 1 / cap is a float32

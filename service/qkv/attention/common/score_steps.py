@@ -12,21 +12,6 @@ from torch import Tensor
 
 from qkv.attention.step import Step
 
-__all__ = [
-    "SCORE_STEPS",
-    "Averages",
-    "channel_averages",
-    "input_steps",
-    "kept_weights",
-    "mask_step_values",
-    "mask_steps",
-    "per_query_head",
-    "score_steps",
-    "seen_keys",
-    "sums_before",
-    "zero_padding",
-]
-
 
 def input_steps(query: str | None, key: str | None, value: str | None) -> tuple[Step, ...]:
     """Returns the steps of queries, keys and values, with these symbols."""

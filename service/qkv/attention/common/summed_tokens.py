@@ -20,8 +20,6 @@ from qkv.attention.common.token_inputs import Read, Sums, TokenInputs, tail_size
 from qkv.attention.signature import STATE
 from qkv.errors import InvalidContent
 
-__all__ = ["FeatureMap", "Features", "SummedTokens", "has_state", "state_sizes"]
-
 _LOST: Final = 2.0**-30  # a divisor that is smaller than the least certain one by it is not used
 
 

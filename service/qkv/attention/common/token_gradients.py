@@ -11,8 +11,6 @@ from torch import Tensor
 from qkv.attention.common.gradients import normalize_size, scale_back
 from qkv.attention.common.token_inputs import Sums, TokenInputs, parts
 
-__all__ = ["gradients_from"]
-
 
 def gradients_from(
     inputs: TokenInputs, past: Any | None, grad_BHSE: Tensor, behind: Any | None, chunk: int

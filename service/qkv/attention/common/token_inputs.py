@@ -19,8 +19,6 @@ from torch import Tensor
 from qkv.attention.common.recurrence import Chunks
 from qkv.errors import InvalidContent
 
-__all__ = ["Chunk", "Form", "Read", "Sums", "TokenInputs", "parts", "tail_sizes"]
-
 _ELEMENTS = 1 << 20  # of the pairs and rows of chunks that are processed together: 4 MiB of float32
 
 Chunk = Annotated[

@@ -17,8 +17,6 @@ from torch import Tensor
 from qkv.attention.common.guards import are_deferred
 from qkv.attention.common.token_inputs import Sums, TokenInputs
 
-__all__ = ["Continued", "run_from", "sums_behind"]
-
 _LOST_DIGITS: Final = (
     "the sum of the weights of a row has lost digits, so few digits of the row may be right"
 )

@@ -11,8 +11,6 @@ from qkv.attention.common.recurrence import Chunks
 from qkv.attention.common.token_inputs import Sums, TokenInputs
 from qkv.attention.common.token_state import sums_behind
 
-__all__ = ["row_function", "rows_behind"]
-
 
 def rows_behind(new: TokenInputs, past: Any | None, chunk: int) -> Callable[[slice], Tensor]:
     """Returns such a function for tokens behind a state whose last column sums the weights.

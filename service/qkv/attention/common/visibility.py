@@ -9,8 +9,6 @@ from torch import Tensor
 
 from qkv.attention.common.guards import are_deferred
 
-__all__ = ["Block", "Visibility", "row_blocks"]
-
 
 class Block(NamedTuple):
     """The keys that a block of query rows can see.

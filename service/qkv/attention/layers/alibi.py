@@ -10,8 +10,6 @@ import numpy as np
 
 from qkv.attention.layers.layer_weights import Array
 
-__all__ = ["slopes"]
-
 
 def slopes(heads: int) -> Array:
     """Returns the slope of each head: (H,) in float64, a geometric sequence for powers of two.

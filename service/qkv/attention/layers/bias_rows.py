@@ -8,8 +8,6 @@ from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_weights import ROLES, Array, Weights
 from qkv.errors import InvalidContent, pointer_to
 
-__all__ = ["fold", "separate"]
-
 
 def fold(_layer: Layer, weights: Weights) -> dict[str, Array]:
     """Appends each bias to its weight as a last row; a row of zeros where there is none."""

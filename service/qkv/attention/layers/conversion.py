@@ -17,8 +17,6 @@ from qkv.attention.layers.rope import reordered
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 from qkv.errors import InvalidContent, pointer_to
 
-__all__ = ["Converted", "convert"]
-
 
 class Converted(NamedTuple):
     """Tensors in the target layout, and the result of the check.

@@ -17,8 +17,6 @@ from qkv.attention.layers.layout_catalogue import Layout
 from qkv.attention.layers.rope import Rope
 from qkv.attention.layers.sent_tensors import Heads
 
-__all__ = ["Side", "check"]
-
 _TOKENS: Final = 8  # length of the random input on which both layers run
 
 

@@ -29,8 +29,6 @@ from qkv.attention.layers.layout_catalogue import Layout
 from qkv.attention.layers.rope import Rope
 from qkv.errors import InvalidContent
 
-__all__ = ["MAX_DETECTED", "MAX_TOKENS", "Check", "Detection", "detect"]
-
 MAX_DETECTED: Final = 10
 """Most candidates in a result."""
 MAX_TOKENS: Final = 256

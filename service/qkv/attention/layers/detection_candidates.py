@@ -16,13 +16,6 @@ from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.qk_norm import QKNorm
 from qkv.attention.layers.rope import Rope
 
-__all__ = [
-    "Candidate",
-    "Variation",
-    "complexity",
-    "list_variations",
-]
-
 _BASES: Final = (10000.0, 500000.0, 1000000.0)
 _PARTS: Final = (1, 2, 4)  # the divisors of the width of a head that give the rotated channels
 _NORMS: Final = tuple(QKNorm(eps=eps, offset=n) for n in (0, 1) for eps in (1e-6, 1e-5))

@@ -20,8 +20,6 @@ from qkv.attention.layers.layer_weights import ROLES, SINKS, Array
 from qkv.attention.layers.qk_norm import QKNorm, normalize
 from qkv.attention.layers.rope import Rope, rotate
 
-__all__ = ["Projections", "SplitOutputs", "block_scores"]
-
 _BLOCK: Final = 1 << 22  # numbers of scores at once
 _MAX_VARIATIONS: Final = 12  # of one call
 

@@ -20,15 +20,6 @@ from qkv.attention.layers.layout_catalogue import Layout
 from qkv.attention.layers.sent_tensors import SentTensors
 from qkv.errors import InvalidContent
 
-__all__ = [
-    "MAX_TRIED",
-    "Split",
-    "blanks",
-    "is_fused",
-    "list_splits",
-    "most_heads",
-]
-
 MAX_TRIED: Final = 4096
 """Most pairs of numbers of query heads and key heads that a detection tries with a layout."""
 _HEAD_WIDTHS: Final = range(8, 257)

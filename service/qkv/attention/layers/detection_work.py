@@ -14,8 +14,6 @@ from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.errors import InvalidContent
 
-__all__ = ["MAX_WORK", "DetectionSize", "check_work"]
-
 MAX_WORK: Final = 2**32
 """Most numbers of a detection. They take 2 to 30 s of one core."""
 _STEPS: Final = 8

@@ -12,8 +12,6 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn.functional import linear
 
-__all__ = ["Attend", "Embeddings", "project_inputs", "project_output"]
-
 Embeddings = tuple[Tensor, Tensor, Tensor]
 """The embeddings (L, M) of query, key and value."""
 

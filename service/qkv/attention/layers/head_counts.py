@@ -12,8 +12,6 @@ from typing import Final, NamedTuple
 from qkv.attention.layers.layer_sizes import LayerSizes
 from qkv.attention.layers.layout_catalogue import Layout
 
-__all__ = ["HeadCount", "head_counts"]
-
 _COMMON_WIDTHS: Final = (64, 128, 32, 80, 96, 256)
 """Widths of heads in published models."""
 _WIDE_MODEL: Final = 3072

@@ -25,8 +25,6 @@ from qkv.attention.layers.layer_weights import (
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 from qkv.errors import InvalidContent
 
-__all__ = ["is_full", "read", "write"]
-
 _NAME: Final = "query_key_value"
 
 

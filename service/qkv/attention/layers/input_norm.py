@@ -15,8 +15,6 @@ from torch import Tensor
 from qkv.attention.layers import qk_norm
 from qkv.attention.layers.qk_norm import QKNorm
 
-__all__ = ["NORM_BIAS", "NORM_WEIGHT", "InputNorm", "normalize", "normalize_back"]
-
 NORM_WEIGHT: Final = "input_norm.weight"
 """The name of the norm's weight (M) among the weights of a layer."""
 NORM_BIAS: Final = "input_norm.bias"

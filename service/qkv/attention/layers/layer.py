@@ -17,8 +17,6 @@ from qkv.attention.layers.layout_catalogue import Layout, RotaryOrder
 from qkv.attention.layers.sent_tensors import Heads, KnownTensors
 from qkv.errors import InvalidContent
 
-__all__ = ["FREQUENCIES", "SLOPES", "Layer", "LoadedProperties"]
-
 FREQUENCIES = "rope.frequencies"
 """The name of the rotary frequencies among the arrays of a layer."""
 SLOPES = "alibi_slopes"

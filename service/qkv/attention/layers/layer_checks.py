@@ -9,8 +9,6 @@ from qkv.attention.layers.layer_weights import ROLES, SINKS, Weights, gate_probl
 from qkv.attention.layers.rope import Rope
 from qkv.errors import InvalidContent, format_value
 
-__all__ = ["check", "check_numbers"]
-
 
 def check(layer: Layer) -> None:
     """Checks that the weights fit each other and split into heads.

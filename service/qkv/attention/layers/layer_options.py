@@ -9,8 +9,6 @@ import pydantic
 from qkv.attention.layers.qk_norm import QKNorm
 from qkv.attention.layers.rope import Rope, RopeScaling
 
-__all__ = ["MAX_HEADS", "NESTED_FIELDS", "LayerOptions"]
-
 MAX_HEADS: Final = 65536
 """Most query heads of a layer."""
 

@@ -13,8 +13,6 @@ from qkv.attention.layers.layout_catalogue import Layout
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 from qkv.errors import InvalidContent
 
-__all__ = ["find_prefix", "read_layer"]
-
 
 def read_layer(
     options: LayerOptions, tensors: Mapping[str, Array], pointer: str = "/layer"

@@ -11,8 +11,6 @@ from qkv.attention.layers.layout_catalogue import Layout, Shapes
 from qkv.attention.layers.sent_tensors import SentTensors
 from qkv.errors import InvalidContent
 
-__all__ = ["LayerSizes", "sizes_of"]
-
 
 class LayerSizes(NamedTuple):
     """The sizes of a layer; None: the shapes do not show it.

@@ -20,24 +20,6 @@ import numpy as np
 
 from qkv.errors import InvalidContent
 
-__all__ = [
-    "ALL",
-    "BIASES",
-    "OUTPUT",
-    "ROLES",
-    "SINKS",
-    "Array",
-    "Weights",
-    "bias_of",
-    "concatenated",
-    "fused",
-    "fused_tensors",
-    "gate_problem",
-    "hollow",
-    "linear_tensors",
-    "named",
-]
-
 ROLES: Final = ("query", "key", "value")
 BIASES: Final = frozenset(f"{role}.bias" for role in ROLES)
 SINKS: Final = "sinks"

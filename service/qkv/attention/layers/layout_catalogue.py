@@ -22,17 +22,6 @@ from qkv.attention.layers.layer_weights import BIASES, OUTPUT, Weights
 from qkv.attention.layers.sent_tensors import Heads, SentTensors, Spellings
 from qkv.errors import InvalidContent, format_value
 
-__all__ = [
-    "AUTO",
-    "FoundLayer",
-    "Layout",
-    "candidates",
-    "find",
-    "find_layers",
-    "known",
-    "recognize",
-]
-
 AUTO = "auto"
 """The name that stands for the layout that the names and shapes show."""
 

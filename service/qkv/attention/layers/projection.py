@@ -7,8 +7,6 @@ from torch import Tensor
 
 from qkv.attention.common.guards import holds, is_finite
 
-__all__ = ["apply", "merge_heads", "project_back", "project_back_to_input", "split_heads"]
-
 
 def apply(x_BNM: Tensor, weight_MX: Tensor, bias_X: Tensor | None) -> Tensor:
     """Returns x @ weight + bias: (B, N, X).

@@ -11,8 +11,6 @@ from typing import Annotated, Literal
 import pydantic
 from torch import Tensor
 
-__all__ = ["QKNorm", "normalize", "normalize_back"]
-
 
 class QKNorm(pydantic.BaseModel):
     """Numbers of the norm of queries and keys that are not among the layer's tensors."""

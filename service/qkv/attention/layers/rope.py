@@ -16,8 +16,6 @@ from torch import Tensor
 
 from qkv.attention.layers.layer_weights import Array
 
-__all__ = ["Rope", "RopeScaling", "reordered", "rotate"]
-
 _CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 _Positive = Annotated[float, pydantic.Field(ge=1e-6, le=1e12)]
 

@@ -10,8 +10,6 @@ import numpy as np
 from qkv.attention.layers.layer_weights import Array
 from qkv.errors import InvalidContent, pointer_to
 
-__all__ = ["Heads", "KnownTensors", "SentTensors", "Spellings"]
-
 Spellings = Mapping[str, tuple[str, ...]]
 """Other names of a layout's modules, by their standard name: {"W_key": ("W_keys",)}."""
 

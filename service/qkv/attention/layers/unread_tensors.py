@@ -12,8 +12,6 @@ from typing import Final
 
 from qkv.attention.layers.layout_catalogue import Layout, Shapes
 
-__all__ = ["find_beside", "find_unread"]
-
 _BUFFERS: Final = re.compile(r"(original_)?inv_freq|(cos|sin)_cached|masked_bias")
 """Names of numbers that follow from the configuration, which older files keep."""
 _MASKS: Final = ("bias", "mask", "causal_mask")

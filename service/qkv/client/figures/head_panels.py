@@ -14,8 +14,6 @@ from matplotlib.figure import Figure
 from qkv.client.figures.heat_maps import Labels, Panel, draw_panels
 from qkv.client.figures.scale import Scale
 
-__all__ = ["draw_heads"]
-
 _CELL: Final = (0.46, 0.3)  # inches
 
 

@@ -19,8 +19,6 @@ from matplotlib.ticker import MaxNLocator
 from qkv.client.figures.scale import Scale
 from qkv.client.tokens import count_columns, shorten, visible
 
-__all__ = ["Labels", "Panel", "draw_panels", "figure_of"]
-
 _LETTER: Final = 0.62  # width of a letter by the size of its font
 _NUMBER: Final = 0.8  # size of a number in a cell by that of the labels
 _LINE: Final = 1.25  # height of a line by the size of its font

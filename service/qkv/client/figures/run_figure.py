@@ -15,8 +15,6 @@ from qkv.client.figures.heat_maps import Labels, Panel, draw_panels
 from qkv.client.figures.scale import Scale
 from qkv.client.tokens import Tokens, check_count, choose_tokens
 
-__all__ = ["draw_run"]
-
 _HEADS: Final = 16  # drawn by default
 _MAX_SIDE: Final = 256  # cells a side; a larger matrix is drawn as sums of its cells
 _STATISTIC_CELL: Final = (0.25, 0.2)  # inches

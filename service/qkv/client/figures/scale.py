@@ -9,8 +9,6 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.colors import FuncNorm, Normalize
 
-__all__ = ["Scale"]
-
 _DIVERGING: Final = "RdBu"  # red below 0, blue above: no colour blindness confuses them
 
 

@@ -15,8 +15,6 @@ from matplotlib.ticker import NullLocator
 from qkv.client.figures.heat_maps import figure_of
 from qkv.client.sweep_cells import SweepResults
 
-__all__ = ["draw_sweep"]
-
 # the palette of Okabe and Ito, for all kinds of colour vision; orange is darker here, and yellow
 # is left out because it is too light
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B87A00", "#000000")

@@ -16,8 +16,6 @@ from torch import Tensor
 from qkv.engine.device.device import MemoryUsage, Stopwatch, Unloading, is_out_of_memory
 from qkv.engine.device.layer_memory import LAYER_BYTES, LayerMemory
 
-__all__ = ["Accelerator"]
-
 _T = TypeVar("_T")
 
 

@@ -15,8 +15,6 @@ from torch.autograd import profiler_legacy
 from qkv.engine.device.device import MemoryUsage, Stopwatch, Unloading, is_out_of_memory
 from qkv.engine.device.layer_memory import LAYER_BYTES, LayerMemory
 
-__all__ = ["CpuDevice"]
-
 _T = TypeVar("_T")
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from qkv.engine.device.layer_memory import LayerMemory
 
-__all__ = ["Device", "MemoryUsage", "Stopwatch", "Unloading", "is_out_of_memory"]
-
 _T = TypeVar("_T")
 
 _OUT_OF_MEMORY: Final = ("can't allocate", "out of memory", "ALLOC_FAILED")

@@ -15,8 +15,6 @@ from torch import Tensor
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_weights import Array
 
-__all__ = ["LAYER_BYTES", "LayerMemory"]
-
 _log = logging.getLogger("qkv.engine")
 
 LAYER_BYTES: Final = 8 << 30

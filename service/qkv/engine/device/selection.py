@@ -9,8 +9,6 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device.device import Device
 from qkv.engine.device.layer_memory import LAYER_BYTES
 
-__all__ = ["find_device", "new_device"]
-
 
 def find_device(name: str) -> torch.device:
     """Returns the device of a name: cpu, cuda, or cuda:1 for the second one.

@@ -20,8 +20,6 @@ import msgpack
 
 from qkv.engine.remote.messages import MessageType
 
-__all__ = ["Channel", "SocketBroker", "receive_connection"]
-
 _ANY_SIZE: Final = 0  # of what is not read yet: both processes are the service's
 
 

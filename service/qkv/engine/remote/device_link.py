@@ -23,8 +23,6 @@ from qkv.jobs.load import Load
 from qkv.jobs.plan import Plan
 from qkv.jobs.plan_description import describe
 
-__all__ = ["DeviceLink", "Transfer"]
-
 
 @dataclass(slots=True, eq=False)
 class Transfer:

@@ -17,8 +17,6 @@ from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
 from qkv.jobs.plan_description import KnownPlans
 from qkv.telemetry.worker_state import WorkerState
 
-__all__ = ["DeviceProcess"]
-
 
 class DeviceProcess:
     """The process that runs the jobs of all workers, so that these form batches together.

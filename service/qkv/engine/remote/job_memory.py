@@ -12,8 +12,6 @@ from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
 
-__all__ = ["Layouts", "layouts_of", "read_inputs", "write_inputs"]
-
 
 class Layouts(NamedTuple):
     """The places of the tensors of a job in shared memory.

@@ -12,8 +12,6 @@ from typing import NamedTuple, Self
 from qkv.jobs.result import Result
 from qkv.telemetry.times import Times
 
-__all__ = ["JobRequest", "JobResult", "MessageType"]
-
 
 class MessageType(IntEnum):
     """The type of a message; its parts are in parentheses."""

@@ -28,8 +28,6 @@ from qkv.jobs.result import Result
 from qkv.jobs.tenant import ANYONE, Tenant
 from qkv.telemetry.worker_state import SharedState, WorkerState
 
-__all__ = ["RemoteEngine"]
-
 _LARGE_BYTES: Final = 1 << 20  # larger inputs are copied in a thread, not on the event loop
 _POLL_S: Final = 0.05
 _IDLE_S: Final = 1.0  # in which the region is empty before its pages return to the system

@@ -18,8 +18,6 @@ import numpy as np
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.buffer_layout import ALIGNMENT
 
-__all__ = ["RETAINED_BYTES", "Block", "SharedMemory", "WorkerRegion"]
-
 RETAINED_BYTES: Final = 64 << 20
 """Bytes at the start of each region whose memory the service keeps once used. Memory beyond them
 returns to the system when the region has been empty for a while."""

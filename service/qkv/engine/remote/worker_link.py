@@ -23,8 +23,6 @@ from qkv.jobs.plan_description import KnownPlans
 from qkv.jobs.result import Result
 from qkv.jobs.tenant import Tenant
 
-__all__ = ["WorkerJob", "WorkerLink"]
-
 _log = logging.getLogger("qkv.device")
 
 _LARGE_BYTES: Final = 1 << 20  # larger outputs are copied in a thread, not on the event loop

@@ -23,8 +23,6 @@ from qkv.jobs.loaded.weight_reader import WeightMemory, read_weights, size_in_me
 from qkv.wire.checkpoint.checkpoint import Checkpoint
 from qkv.wire.checkpoint.torch_files import COMMAND
 
-__all__ = ["load_checkpoints"]
-
 _log = logging.getLogger(__name__)
 
 _MAX_PROBLEM: Final = 4000  # characters

@@ -16,8 +16,6 @@ from typing import Any, Final
 
 from qkv.errors import InvalidContent, format_value
 
-__all__ = ["HARMLESS", "NOT_OF_MODELS", "ReadFields", "check_fields"]
-
 _ROPES: Final = ("rope_parameters", "rope_scaling")
 _OF_ROPES: Final = (
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",

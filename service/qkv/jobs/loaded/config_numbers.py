@@ -7,8 +7,6 @@ from typing import Final
 from qkv.errors import InvalidContent, format_value
 from qkv.jobs.loaded.known_models import Config
 
-__all__ = ["integer", "number"]
-
 _LARGEST: Final = 1e30
 _LARGEST_INTEGER: Final = 1e9
 

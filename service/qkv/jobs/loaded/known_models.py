@@ -12,18 +12,6 @@ from typing import Any, Final, Literal
 
 from qkv.errors import InvalidContent, format_value
 
-__all__ = [
-    "KNOWN",
-    "OWN_SCALES",
-    "UNSUPPORTED",
-    "Config",
-    "KnownModel",
-    "Positions",
-    "has_rope",
-    "has_window",
-    "window_of_neo",
-]
-
 Config = Mapping[str, Any]
 """A configuration: the object of `config.json`, or the part of it that belongs to a layer."""
 

@@ -15,8 +15,6 @@ import pydantic
 
 from qkv.attention.layers.layout_catalogue import Shapes
 
-__all__ = ["Mark", "digest_of"]
-
 _NOT_DESCRIBED: Final = ("mark", "longer", "blocks")
 _CHARACTERS: Final = 32
 

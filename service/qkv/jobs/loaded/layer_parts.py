@@ -28,8 +28,6 @@ from qkv.jobs.loaded.model_parts import stack_of
 from qkv.tensors import DTYPES, FLOATING
 from qkv.wire.checkpoint.checkpoint import Checkpoint
 
-__all__ = ["LayerPart", "find_parts", "places_of"]
-
 _NORMS: Final = ("input_layernorm", "ln_1", "layernorm_before", "layer_norm1", "ln_attn")
 """Modules that are in front of the attention in every model that has one of that name."""
 _MAX_LAYERS: Final = 4096

@@ -30,8 +30,6 @@ from qkv.jobs.loaded.model_config import LayerConfig, read_config
 from qkv.wire.checkpoint.checkpoint import read_document
 from qkv.wire.plain_json import load_names
 
-__all__ = ["LayerSettings", "MissingLines", "ModelFiles", "NormFields"]
-
 _MAX_CONFIG: Final = 16 << 20  # bytes of config.json
 _MAX_TOML: Final = 256 << 10  # bytes of the file beside it: a line for each of 4,096 layers
 _MAX_PARTS: Final = 16  # of a dotted key: tomllib takes time and memory by their square

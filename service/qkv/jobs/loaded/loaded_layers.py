@@ -9,8 +9,6 @@ from typing import Any, Final
 from qkv.attention.layers.layer import Layer
 from qkv.errors import InvalidContent, NotFound, format_value
 
-__all__ = ["NO_LAYERS", "LoadedCheckpoint", "LoadedLayers"]
-
 _LISTED: Final = 8  # names in an error
 
 

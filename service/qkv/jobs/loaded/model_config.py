@@ -28,8 +28,6 @@ from qkv.jobs.loaded.known_models import (
 from qkv.jobs.loaded.model_parts import part_of
 from qkv.jobs.loaded.rope_config import read_rope
 
-__all__ = ["LayerConfig", "read_config"]
-
 _MAY_MATTER: Final = {  # parts of the names of fields of unknown types, by what they may give
     "positions": "rope|rotary|alibi|relative|position_embedding_type",
     "window": "window|attention_chunk|chunk_size|local_att|layer_types|attention_types",

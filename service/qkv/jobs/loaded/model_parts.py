@@ -7,8 +7,6 @@ from typing import Final, NamedTuple
 
 from qkv.jobs.loaded.known_models import Config
 
-__all__ = ["ModelPart", "part_of", "stack_of"]
-
 _TOWERS: Final = {  # names of modules that contain a whole model, by its part of a configuration
     "text_config": "language_model|text_model|text_encoder",
     "vision_config": "vision_model|vision_tower|vision_encoder|visual|image_tower|image_encoder",

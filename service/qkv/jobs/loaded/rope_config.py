@@ -10,8 +10,6 @@ from qkv.jobs.loaded.config_fields import ReadFields
 from qkv.jobs.loaded.config_numbers import integer, number
 from qkv.jobs.loaded.known_models import Config, KnownModel, has_window
 
-__all__ = ["read_rope"]
-
 _SCALINGS: Final = {
     "linear": ("factor",),
     "llama3": (

@@ -16,8 +16,6 @@ from qkv.attention.layers.layer_weights import Array, Weights
 from qkv.jobs.buffer_layout import ALIGNMENT
 from qkv.wire.checkpoint.checkpoint import Checkpoint
 
-__all__ = ["WeightMemory", "read_weights", "size_in_memory"]
-
 _BLOCK: Final = 16 << 20  # bytes
 
 

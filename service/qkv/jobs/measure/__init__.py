@@ -11,8 +11,6 @@ from qkv.jobs.plan import Plan
 from qkv.jobs.result import Result
 from qkv.tensors import RawTensor
 
-__all__ = ["Runner"]
-
 _T = TypeVar("_T")
 
 

@@ -41,8 +41,6 @@ from qkv.wire.responses import (
     WeightsComparison,
 )
 
-__all__ = ["compare", "summarize_times"]
-
 _NEAR_UNIFORM: Final = 0.05
 """The mean gap in nats between the entropy of a row and of a uniform row, below which a note calls
 the rows near uniform. It is the entropy of a uniform row of 95 % as many keys."""

@@ -23,8 +23,6 @@ from qkv.tensors import RawTensor, nbytes
 from qkv.wire.message import Message
 from qkv.wire.tensor_types import FloatingDtype
 
-__all__ = ["CompareEntry", "CompareFields", "CompareRequest"]
-
 _MAX_HEADS: Final = 4096  # of all variants of a comparison that has figures of each head
 _PART_SCORES: Final = 1 << 22  # compared at once, in about a second of one thread
 _PART_SHARE: Final = 4  # of the bytes of a job that the weights of such a part may take

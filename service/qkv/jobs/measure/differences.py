@@ -18,17 +18,6 @@ from torch import Tensor
 from qkv.tensors import RawTensor
 from qkv.wire.responses import Divergence, Entropy, OutputError
 
-__all__ = [
-    "NO_ROWS",
-    "ErrorSums",
-    "HeadStats",
-    "RowStats",
-    "compare_rows",
-    "describe_rows",
-    "row_metrics",
-    "sum_errors",
-]
-
 _BLOCK: Final = 1 << 20  # elements of an output that are compared at once
 _PART: Final = 1 << 20  # elements of rows whose metrics are computed at once
 _UNDEFINED: Final = OutputError(relative_error=None, largest_error=None, cosine=None)

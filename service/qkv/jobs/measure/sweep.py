@@ -14,8 +14,6 @@ from qkv.jobs.measure.sweep_request import Curve, SweepRequest
 from qkv.tensors import RawTensor
 from qkv.wire.responses import Cell, Crossover, Done, Progress, VariantTiming
 
-__all__ = ["SweepEvent", "crossovers", "sweep"]
-
 SweepEvent = tuple[str, Progress | Cell | Done]
 """The name of an event and its data."""
 

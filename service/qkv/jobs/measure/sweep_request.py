@@ -18,8 +18,6 @@ from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire.message import Message
 from qkv.wire.tensor_types import FloatingDtype
 
-__all__ = ["Curve", "SweepFields", "SweepRequest", "has_length"]
-
 _NOTHING: Final = memoryview(b"")  # a plan depends on no numbers
 _AXES: Final = frozenset("BHGJVLSDE")  # the axes that a sweep knows sizes for
 

@@ -37,8 +37,6 @@ from qkv.version import __version__
 from qkv.wire.checkpoint.checkpoint import Checkpoint, read_document
 from qkv.wire.plain_json import load_names
 
-__all__ = ["Described", "Kind", "describe"]
-
 _LENGTH: Final = 64  # tokens of a run
 _MAX_CONFIG: Final = 16 << 20  # bytes
 _LENGTHS: Final = re.compile(r".*(position|length|context|ctx|max_seq).*")

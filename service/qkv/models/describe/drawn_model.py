@@ -21,8 +21,6 @@ from transformers.utils import logging
 
 from qkv.errors import InvalidContent
 
-__all__ = ["draw", "quiet", "read_config"]
-
 _SCALE: Final = 1.2  # of the product of a matrix, so that scores and norms matter
 _STEP: Final = 7  # numbers between the beginnings of rows that overlap
 _OFFSETS: Final = 1 << 16

@@ -22,8 +22,6 @@ from qkv.models.describe.layer_record import LayerRecord
 from qkv.models.describe.rotary_angles import TOLERANCE, Turning, Unfit, measure
 from qkv.models.masks import parts_of
 
-__all__ = ["Run", "find_fields", "window_of"]
-
 _EPS: Final = ("variance_epsilon", "eps", "epsilon")
 _SAME: Final = 1e-6  # relative: float32 of the model's tables
 _DIGITS: Final = 9

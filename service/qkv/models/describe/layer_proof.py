@@ -18,8 +18,6 @@ from qkv.models.describe.rotary_angles import Unfit
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["SIZES", "TOLERANCE", "error_of"]
-
 TOLERANCE: Final = 1e-5
 """The largest error, relative to the largest number of the output."""
 SIZES: Final = (1.0, 0.01, 4.0)

@@ -17,8 +17,6 @@ from qkv.models.capture import capture
 from qkv.models.describe.drawn_model import quiet
 from qkv.models.describe.random_inputs import draw_inputs, towers
 
-__all__ = ["LayerRecord", "first_tensor", "record"]
-
 _SEED: Final = 3
 _FEW: Final = 16  # tokens, for models that take fewer than others
 

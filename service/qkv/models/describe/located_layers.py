@@ -21,8 +21,6 @@ from qkv.jobs.loaded.layer_parts import places_of
 from qkv.models.describe.rotary_angles import Unfit
 from qkv.wire.checkpoint.checkpoint import Checkpoint
 
-__all__ = ["LocatedLayer", "OwnNumbers", "locate"]
-
 
 @dataclass
 class LocatedLayer:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = ["BATCH", "draw_inputs", "runners", "towers"]
-
 BATCH: Final = 2
 _WIDTH: Final = 64
 _FRAMES: Final = 64

@@ -14,8 +14,6 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Turning", "Unfit", "measure"]
-
 TOLERANCE: Final = 3e-6  # of the largest number: float32 rounds tables and norms inside the model
 _STEP: Final = 1e-5  # radians by which a small angle may be off
 _DRIFT: Final = 6e-7  # the same for each radian of a large one

@@ -8,8 +8,6 @@ from typing import Any
 
 from qkv.models.describe.described_model import Described
 
-__all__ = ["toml_of"]
-
 
 def toml_of(described: Described) -> str:
     """Returns the text of qkv.toml: a table for each kind of layer."""

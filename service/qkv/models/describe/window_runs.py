@@ -16,8 +16,6 @@ from qkv.models.describe.layer_fields import window_of
 from qkv.models.describe.layer_record import LayerRecord, record
 from qkv.models.describe.rotary_angles import Unfit
 
-__all__ = ["Windows", "integers_in"]
-
 _SMALL: Final = (8, 16)  # windows that a run crosses
 _WINDOWS: Final = re.compile(r".*(window|chunk|local|block|span|segment|sparse|stride|bucket).*")
 _SPARSE: Final = re.compile(r".*(sparse|index_(topk|block|head|n_head)|top_?k_block).*")

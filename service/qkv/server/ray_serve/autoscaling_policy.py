@@ -14,8 +14,6 @@ from typing import Any, Final
 from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
 from ray.serve.config import AutoscalingContext
 
-__all__ = ["QueuedWorkPolicy", "work_seconds"]
-
 _TARGET_S: Final = 5.0
 _log: Final = logging.getLogger("ray.serve")  # the controller's log
 

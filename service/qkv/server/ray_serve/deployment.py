@@ -21,8 +21,6 @@ from qkv.settings import Settings
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-__all__ = ["Replica", "app", "read_settings"]
-
 _BATCHES: Final = 4  # one runs, the others arrive or wait
 _BATCH: Final = 64  # largest batch on a GPU
 _NOT_UNDER_RAY: Final = {

@@ -13,8 +13,6 @@ from qkv.api.error_responses import error_response
 from qkv.api.observability import REQUEST_ID_HEADER
 from qkv.errors import InvalidContent
 
-__all__ = ["ReplicaApp"]
-
 _CHANGE: Final = re.compile(r"/v2/repository/models/[^/]+/(?:load|unload)")
 _REFUSAL: Final = (
     "loading and unloading of models is not allowed under Ray Serve: it would reach one replica, "

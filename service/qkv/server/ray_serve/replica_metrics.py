@@ -9,8 +9,6 @@ from ray.serve.metrics import Gauge
 
 from qkv.telemetry.collector import ServiceCollector
 
-__all__ = ["ReplicaMetrics"]
-
 _INTERVAL_S: Final = 5.0  # Ray itself exports every 10 s
 
 

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-__all__ = ["FlopsRouter"]
-
 _LEAST_WIDTH: Final = 16  # of all heads together: wider requests of the same size cost less
 
 

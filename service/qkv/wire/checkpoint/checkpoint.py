@@ -17,8 +17,6 @@ from qkv.wire.checkpoint.torch_files import refuse_torch_file
 from qkv.wire.plain_json import load_names
 from qkv.wire.safetensors import decode_metadata
 
-__all__ = ["SUFFIX", "Checkpoint", "is_checkpoint", "read_document"]
-
 SUFFIX: Final = ".safetensors"
 _INDEX: Final = ".index.json"
 _MAX_INDEX: Final = 32 << 20  # bytes; that of 100,000 tensors has fewer

@@ -18,8 +18,6 @@ from qkv.tensors import RawTensor
 from qkv.wire.safetensors import DTYPES
 from qkv.wire.safetensors_header import LENGTH_BYTES, Header, header_length, read_header
 
-__all__ = ["MAX_HEADERS", "TensorFile"]
-
 MAX_HEADERS: Final = 32 << 20
 """Bytes of the headers of a checkpoint, of all files together; 100,000 tensors take less."""
 _MAX_TENSORS: Final = 1 << 18  # of one file

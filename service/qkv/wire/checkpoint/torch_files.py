@@ -9,8 +9,6 @@ from typing import Final
 
 from qkv.errors import InvalidContent
 
-__all__ = ["COMMAND", "refuse_torch_file"]
-
 COMMAND: Final = ": python -c "
 """Is in front of the program in the error, which has the path of the file as a shell needs it."""
 _SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
