@@ -92,7 +92,7 @@ def test_metrics_and_statistics_are_sums_over_both(start: Start) -> None:
             2, "KIND_CPU",
         )  # fmt: skip
         text = http.get("/metrics").text
-        assert 'qkv_build_info{version="0.1.0",device="cpu,cpu"} 1' in text
+        assert 'qkv_build_info{device="cpu,cpu",version="0.1.0"} 1.0' in text
     assert service.end() == 0
 
 

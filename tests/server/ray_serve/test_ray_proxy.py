@@ -106,7 +106,7 @@ def test_log_has_an_id_of_its_own_if_that_of_the_client_is_not_allowed(
 
 
 def test_page_and_its_files_are_served_through_the_proxy(ray_url: str) -> None:
-    with httpx.Client(base_url=ray_url) as http:
+    with httpx.Client(base_url=ray_url, timeout=TIMEOUT_S) as http:
         page = http.get("/")
         assert page.headers["content-type"].startswith("text/html")
         scripts = re.findall(r'src="([^"]+\.js)"', page.text)

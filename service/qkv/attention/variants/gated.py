@@ -293,7 +293,8 @@ def steps(call: Call) -> dict[str, Tensor]:
     T, H = max(G, V), max(G, V, query.shape[1])
     key, value = (x.repeat_interleave(T // x.shape[1], 1) for x in (key, value))
     query = query.repeat_interleave(H // query.shape[1], 1)
-    value = torch.cat([value, torch.eye(S, S + D).to(value).expand(B, T, -1, -1)], -1)
+    exact: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+    value = torch.cat([value, torch.eye(S, S + D, **exact).expand(B, T, -1, -1)], -1)
     decay, beta = key.new_ones(B, T, S, 1), key.new_zeros(B, T, S)
     if call.log_decay_BTSZ is not None and call.rule in _USED_BY["log_decay"]:
         found["decay"] = decay = zero_padding(call.log_decay_BTSZ, call.key_lengths_B).exp()
@@ -302,7 +303,7 @@ def steps(call: Call) -> dict[str, Tensor]:
         beta = zero_padding(beta[..., None], call.key_lengths_B)[..., 0]
         value = beta[..., None] * value
     state, tokens = pad(sums_before(call.past, key, (D, E)), (0, S + D)), []
-    rows, first_B = torch.eye(D).to(value).expand(B, T, -1, -1), torch.zeros(B).to(value)
+    rows, first_B = torch.eye(D, **exact).expand(B, T, -1, -1), torch.zeros(B, **exact)
     if call.past is not None and call.past.tail_length is not None:
         first_B = call.past.tail_length
     for t in range(S):
