@@ -14,7 +14,7 @@ import pytest
 from qkv import Client, errors
 from qkv.attention.catalogue import variants
 from support.clients import exact_softmax, numbers
-from support.processes import Process, wait_until
+from support.processes import TIMEOUT_S, Process, wait_until
 from support.raw_connection import PATH, encode_body, encode_request, inputs_for
 from support.raw_connection import random_inputs as raw_inputs
 from support.ray_replicas import raw_request, read_sample, request_in_progress
