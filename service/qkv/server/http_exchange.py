@@ -223,7 +223,8 @@ class Exchange:
             self._head = head
 
     def _send_body(self, body: bytes | memoryview, more_body: bool) -> None:
-        write, head = self._connection.transport.write, self._head
+        connection, head = self._connection, self._head
+        write = connection.transport.write
         if self._scope["method"] == "HEAD":
             body = b""
         if self._is_chunked:
@@ -235,16 +236,20 @@ class Exchange:
             self._missing_bytes -= len(body)
             if self._missing_bytes < 0 or (self._missing_bytes and not more_body):
                 raise RuntimeError("the body has not the length of Content-Length")
-            if head is not None and len(body) <= _JOINED_BYTES:
-                body = b"".join((head, body))
-            elif head is not None:
-                write(head)
-            self._head = None
-            write(body)
+            if head is None:
+                write(body)
+            elif len(head) + len(body) > _JOINED_BYTES:
+                self._head = None
+                connection.transport.writelines((head, body))
+            elif more_body:
+                self._head = head + body  # goes with the next part
+            else:
+                self._head = None
+                write(b"".join((head, body)))
         if not more_body:
             self.response_complete = self._is_over = True
             self._wake()
-            self._connection.on_response_complete(self)
+            connection.on_response_complete(self)
 
 
 def _encode_head(status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
