@@ -26,6 +26,7 @@ from typing import Any, Final
 import numpy as np
 from starlette.requests import Request
 
+from qkv.api import request_record
 from qkv.api.request_body import read_body
 from qkv.wire import json, open_inference, safetensors
 from qkv.wire.message import Message
@@ -114,8 +115,12 @@ def check_pieces(data: bytes) -> None:
             return {"type": "http.disconnect"}
         return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
 
-    request = Request({"type": "http", "headers": headers, "method": "POST", "path": "/"}, receive)
-    whole = result_or_refusal(lambda: asyncio.run(read_body(request, limit, lambda _: at)))
+    async def read() -> bytes | memoryview:
+        request_record.begin(headers)
+        scope = {"type": "http", "headers": headers, "method": "POST", "path": "/"}
+        return await read_body(Request(scope, receive), limit, lambda _: at)
+
+    whole = result_or_refusal(lambda: asyncio.run(read()))
     if whole is not None:
         assert len(whole) <= limit
         unpacked = result_or_refusal(lambda: decompress(payload, limit))

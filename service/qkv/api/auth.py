@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qkv.api.endpoints.open_inference_models import HEALTH_PATHS
 from qkv.api.endpoints.playground import PATHS
-from qkv.api.request_record import record_of
+from qkv.api.request_record import record
 from qkv.api_keys import ValidApiKeys
 from qkv.errors import Unauthorized
 from qkv.jobs.tenant import Tenant
@@ -83,7 +83,7 @@ class ApiKeyMiddleware:
         if scope["type"] == "http":
             tenant = self._api_keys.find(scope["headers"])
             if tenant is not None:
-                record_of(scope).tenant = tenant
+                record().tenant = tenant
             elif scope["path"] not in PUBLIC_PATHS:
                 raise Unauthorized
         await self._app(scope, receive, send)

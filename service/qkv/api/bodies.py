@@ -104,8 +104,8 @@ class BodyRoute(APIRoute):
                 body.check(request)
                 admission = None
                 if job_runner is not None:
-                    job_runner.deadline_of(request)  # raises, before the body is read
-                    admission = stack.enter_context(job_runner.admit(request))
+                    job_runner.deadline_s()  # raises, before the body is read
+                    admission = stack.enter_context(job_runner.admit())
                 received = await body.read(request, admission)
                 if admission is not None:
                     admission.is_received = True
@@ -131,7 +131,7 @@ Received = Annotated[ReceivedMessage, Depends(_received)]
 _Timeout = Annotated[
     float | None,
     PlainValidator(
-        lambda value: value,  # `JobRunner.deadline_of` parses it
+        lambda value: value,  # `JobRunner.deadline_s` parses it
         json_schema_input_type=Annotated[float, pydantic.Field(gt=0, le=1_000_000_000)],
     ),
     Header(
@@ -145,7 +145,7 @@ _Timeout = Annotated[
 
 async def _deadline(request: Request, _: _Timeout = None) -> float | None:
     job_runner: JobRunner = request.app.state.runtime.job_runner
-    return job_runner.deadline_of(request)
+    return job_runner.deadline_s()
 
 
 DEADLINE: Final = Depends(_deadline)

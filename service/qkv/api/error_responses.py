@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from qkv.api.request_record import has_responded, record_error, request_id
+from qkv.api.request_record import record, record_error
 from qkv.errors import (
     Internal,
     InvalidContent,
@@ -68,7 +68,7 @@ class ErrorMiddleware:
                 scope = {**scope, "method": "GET"}
             await self._app(scope, receive, send)
         except (Exception, asyncio.CancelledError) as error:
-            if has_responded():
+            if record().status:  # the response has begun
                 raise
             response = error_response(_as_problem(error, scope), scope["path"])
             await response(scope, receive, send)
@@ -80,7 +80,7 @@ def _as_problem(error: BaseException, scope: Scope) -> QkvError:
         return error
     if isinstance(error, asyncio.CancelledError):  # the drain has timed out
         return stopping()
-    _log.error("a request to %r failed (%s)", scope["path"], request_id(), exc_info=error)
+    _log.error("a request to %r failed (%s)", scope["path"], record().id_text, exc_info=error)
     return Internal("internal error; it was logged with the id in X-Request-ID")
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from qkv.api.job_runner import until_disconnect
-from qkv.api.request_record import record_error, request_id
+from qkv.api.request_record import record, record_error
 from qkv.errors import ClientDisconnected, Internal, QkvError, stopping
 from qkv.wire import response as responses
 from qkv.wire.responses import Stopped
@@ -71,7 +71,7 @@ class EventStreamResponse(Response):
                 return None
             return next_event.result()
         except Exception as error:  # the status has been sent: the error becomes an event
-            _log.error("a stream of events failed (%s)", request_id(), exc_info=error)
+            _log.error("a stream of events failed (%s)", record().id_text, exc_info=error)
             return error_event(
                 Internal("internal error; it was logged with the id in X-Request-ID")
             )

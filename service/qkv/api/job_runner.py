@@ -15,7 +15,7 @@ from fastapi import Request
 from starlette.types import Receive
 
 from qkv.api.request_body import in_thread_if_large
-from qkv.api.request_record import current_tenant, headers_of, record_of
+from qkv.api.request_record import current_tenant, record
 from qkv.engine.admission import AdmittedBody
 from qkv.engine.job_executor import JobExecutor
 from qkv.errors import (
@@ -72,18 +72,18 @@ class JobRunner:
         self.limits = job_limits(settings)._replace(layers=layers)
         self._plans = PlanCache(self.limits)
 
-    def admit(self, request: Request) -> AdmittedBody:
+    def admit(self) -> AdmittedBody:
         """Admits a request before its body is read.
 
         Raises:
             ServiceUnavailable: the limits are reached.
             TooManyRequests: the share of the request's key is.
         """
-        record = record_of(request.scope)
-        declared = int(record.headers.get(b"content-length", 0))
+        sent = record()
+        declared = int(sent.headers.get(b"content-length", 0))
         # a body that is too large gets 413 later, even if the queue is full
         size = declared if declared <= self._max_body_bytes else 0
-        return self._engine.admission.admit(size, record.tenant)
+        return self._engine.admission.admit(size, sent.tenant)
 
     async def new_job(self, variant: str, message: Message, kind: type[Plan] = Plan) -> Job:
         """Validates a request.
@@ -123,14 +123,14 @@ class JobRunner:
         Raises:
             QkvError: from the engine; ClientDisconnected if the client disconnects.
         """
-        record = record_of(request.scope)
-        deadline_s = self._deadline_of(record.headers)
+        sent = record()
+        deadline_s = self.deadline_s()
         if deadline_s is not None and (wait_s is None or deadline_s < wait_s):
             wait_s = deadline_s
         try:
             future = self._engine.submit(
                 job,
-                tenant=record.tenant,
+                tenant=sent.tenant,
                 priority=priority,
                 wait_s=_remaining(wait_s, received_at),
             )
@@ -141,19 +141,16 @@ class JobRunner:
                 f"the request waited {wait_s * 1e3:g} ms in the queue, its deadline passed"
             ) from None
         result.times.total_s = time.perf_counter() - received_at
-        record.add_run(result.times, job.plan)
+        sent.add_run(result.times, job.plan)
         return result
 
-    def deadline_of(self, request: Request) -> float | None:
+    def deadline_s(self) -> float | None:
         """Returns the seconds that a request may be queued, by header and settings; None: no limit.
 
         Raises:
             MalformedRequest: the header is not a valid number.
         """
-        return self._deadline_of(headers_of(request.scope))
-
-    def _deadline_of(self, headers: Mapping[bytes, bytes]) -> float | None:
-        timeout_s = _parse_timeout(headers)
+        timeout_s = _parse_timeout(record().headers)
         if timeout_s is None or self._timeout_s is None:
             return self._timeout_s if timeout_s is None else timeout_s
         return min(timeout_s, self._timeout_s)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.api.endpoints.open_inference_catalogue import LAYER_VARIANT
 from qkv.api.error_responses import error_response
-from qkv.api.request_record import RequestRecord, current, record_of
+from qkv.api.request_record import RequestRecord, begin
 from qkv.api.request_source import SourceRules
 from qkv.errors import PROTOCOL_ERROR, QkvError, TooManyRequests
 from qkv.jobs.tenant import Tenant
@@ -144,9 +144,8 @@ class ObservabilityMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        request = record_of(scope)
+        request = begin(scope["headers"])
         id = self._observer.id_of(request)
-        current.set(request)  # each request has a task and a context of its own
 
         async def receive_observed() -> Message:
             message = await receive()
@@ -165,7 +164,9 @@ class ObservabilityMiddleware:
                     self._observer.record_end(scope, request)
             await send(message)
 
-        app, error = self._app, scope.get(PROTOCOL_ERROR) or self._rules.find_error(scope)
+        app, error = self._app, scope.get(PROTOCOL_ERROR)
+        if error is None:
+            error = self._rules.find_error(scope, request.headers)
         if error is not None:
             app = error_response(error, scope["path"])
         try:

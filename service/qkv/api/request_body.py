@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from qkv.api.compressed_body import decompress, is_compressed
-from qkv.api.request_record import Header, headers_of
+from qkv.api.request_record import Header, record
 from qkv.engine.admission import AdmittedBody
 from qkv.errors import ClientDisconnected, PayloadTooLarge, UnsupportedMediaType
 from qkv.wire import Codec, for_accept, for_content_type, json
@@ -71,7 +71,7 @@ async def read_message(
         PayloadTooLarge: the body exceeds `limit`, as declared, received, or decompressed.
         MalformedRequest, InvalidContent: from the codec.
     """
-    headers = headers_of(request.scope)
+    headers = record().headers
     codec = for_content_type(_text(headers.get(b"content-type")))
     response_codec = for_accept(_text(headers.get(b"accept")), codec)
     whole = await read_body(request, limit, codec.aligned_offset, admission.grow)
@@ -154,7 +154,7 @@ async def read_body(
         MalformedRequest: the body cannot be decompressed.
         ClientDisconnected: the client disconnected during the body.
     """
-    headers = headers_of(request.scope)
+    headers = record().headers
     has_coding = is_compressed(headers)
     declared = _declared_bytes(headers, limit)
     if declared is not None and not has_coding:

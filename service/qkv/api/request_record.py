@@ -1,7 +1,6 @@
 """The record of a request: what its middleware, endpoint, metrics and log share.
 
-The outermost middleware puts it into the scope, where `record_of` finds it, and makes it that of
-its task for functions that have no scope.
+The outermost middleware makes it that of the task of the request, where `record` finds it.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Final
 
-from starlette.types import Scope
-
 from qkv.errors import QkvError
 from qkv.jobs.plan import Plan
 from qkv.jobs.tenant import ANYONE, Tenant
@@ -20,8 +17,6 @@ from qkv.telemetry.times import Times
 
 Header = tuple[bytes, bytes]
 """Name in lower case, and value."""
-
-_KEY: Final = "qkv.record"
 
 
 class RequestRecord:
@@ -61,6 +56,11 @@ class RequestRecord:
         if len(self.headers) < len(headers):
             self.headers = _join_values(headers)
 
+    @property
+    def id_text(self) -> str:
+        """The id in a line of the server's log."""
+        return "?" if self.id is None else self.id.decode()
+
     def add_run(self, times: Times, plan: Plan | None = None) -> None:
         """Records the times of a run, for the metrics, the log and the span.
 
@@ -75,46 +75,30 @@ class RequestRecord:
             self.variant, self.layer = plan.variant.name, plan.layer_name
 
 
-def record_of(scope: Scope) -> RequestRecord:
-    """Returns the record of a request."""
-    try:
-        record: RequestRecord = scope[_KEY]
-    except KeyError:
-        record = scope[_KEY] = RequestRecord(scope["headers"])
-    return record
+_current: Final[ContextVar[RequestRecord]] = ContextVar("qkv.request")
+
+record: Final = _current.get
+"""Returns the record of the request of this task. Outside of requests it raises a `LookupError`."""
 
 
-def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
-    """Returns the headers of a request by their names in lower case."""
-    return record_of(scope).headers
-
-
-current: ContextVar[RequestRecord | None] = ContextVar("qkv.request", default=None)
-"""The record of the request of this task; None outside of requests."""
+def begin(headers: Sequence[Header]) -> RequestRecord:
+    """Returns the record of a request whose task this is; each request has one of its own."""
+    request = RequestRecord(headers)
+    _current.set(request)
+    return request
 
 
 def record_error(error: QkvError) -> None:
-    """Records the error of the current request; several errors share a status."""
-    if (request := current.get()) is not None:
+    """Records the error of the request of this task, if it has a record; several errors share a
+    status."""
+    if (request := _current.get(None)) is not None:
         request.error_name = error.name
 
 
-def has_responded() -> bool:
-    """Returns True if the response to the current request has begun."""
-    request = current.get()
-    return request is not None and request.status != 0
-
-
 def current_tenant() -> Tenant:
-    """Returns the sender of the current request."""
-    request = current.get()
+    """Returns the sender of the request of this task; anyone outside of requests."""
+    request = _current.get(None)
     return ANYONE if request is None else request.tenant
-
-
-def request_id() -> str:
-    """Returns the id of the current request."""
-    request = current.get()
-    return "?" if request is None or request.id is None else request.id.decode()
 
 
 def _join_values(pairs: Sequence[Header]) -> dict[bytes, bytes]:

@@ -6,14 +6,13 @@ resolves to this machine makes the service part of the page's origin (DNS rebind
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final
 
 from starlette.types import Scope
 
-from qkv.api.request_record import headers_of
 from qkv.errors import Forbidden
 
 _SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))  # RFC 9110, section 9.2.1
@@ -52,9 +51,8 @@ class SourceRules:
         names.add(f"[{bound_host}]" if ":" in bound_host else bound_host.lower())
         self._hosts = frozenset(name.encode("latin-1", "replace") for name in names)
 
-    def find_error(self, scope: Scope) -> Forbidden | None:
+    def find_error(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Forbidden | None:
         """Returns the error of a request that must be refused; None if it may run."""
-        headers = headers_of(scope)
         host = headers.get(b"host")
         if not self._is_served(host, scope):
             return Forbidden(

@@ -46,7 +46,7 @@ class RunRoute(APIRoute):
         async def run(request: Request) -> Response:
             worker.add_in_flight(1)
             try:
-                with job_runner.admit(request) as admission:
+                with job_runner.admit() as admission:
                     body = await read(request, admission)
                     parameters = request.scope["path_params"]
                     response: Response = await endpoint(request, body, **parameters)

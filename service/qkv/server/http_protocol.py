@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_FRAMING_BYTES: Final = 1 << 20  # all of a chunked body except its bytes: lines of chunks
 _MAX_IGNORED_BYTES: Final = 1 << 28  # body bytes that arrive after the response, or are not read
-# Of a body that the application has not taken: to stop and start reading costs four system calls, so
-# that one read, which it takes in the next turn, does not do so.
+# Of a body that the application has not taken: to stop and start reading costs four system calls,
+# so that a few reads, which it takes in the next turn, do not do so.
 _MAX_UNREAD_BYTES: Final = 1 << 20
 _MAX_WAITING: Final = 16  # requests behind the one in progress, before more are read
 _READ_BYTES: Final = 1 << 18

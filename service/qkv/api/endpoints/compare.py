@@ -20,7 +20,7 @@ from qkv.api.models import (
 )
 from qkv.api.openapi.operation import SERVER_TIMING, in_safetensors, problem_responses
 from qkv.api.request_body import TensorResponse, in_thread_if_large
-from qkv.api.request_record import record_of
+from qkv.api.request_record import record
 from qkv.api.run_timing import server_timing
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
@@ -83,7 +83,7 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
         runner = MeasurementRunner(job_runner, host, wait_s)
         running = asyncio.ensure_future(compare(asked, runner, received.received_at))
         response, times = await cancel_on_disconnect(request, running)
-        record_of(request.scope).add_run(times)
+        record().add_run(times)
         content = await in_thread_if_large(asked.head_bytes, response.to_json)
         return TensorResponse([content], json.MEDIA_TYPE, [server_timing(times)])
 

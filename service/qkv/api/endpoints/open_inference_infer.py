@@ -20,7 +20,7 @@ from qkv.api.job_runner import JobRunner
 from qkv.api.openapi.open_inference_operation import error_responses
 from qkv.api.openapi.operation import BINARY, SERVER_TIMING, variant_name
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
-from qkv.api.request_record import headers_of
+from qkv.api.request_record import record
 from qkv.api.routes import run_route
 from qkv.api.run_timing import server_timing, timing_fields
 from qkv.engine.admission import AdmittedBody
@@ -114,7 +114,7 @@ class InferHandler:
         model, version = parameters["model"], parameters.get("version", VERSION)
         if version != VERSION or not self._models.is_loaded(model):
             self._models.find_loaded(model, version)
-        length = open_inference.json_length(_text(headers_of(request.scope).get(_LENGTH_NAME)))
+        length = open_inference.json_length(_text(record().headers.get(_LENGTH_NAME)))
         content = await read_body(request, self._max_body_bytes, lambda _: length, admission.grow)
         return InferBody(content, length, time.perf_counter(), admission)
 
@@ -148,7 +148,7 @@ class InferHandler:
             priority=fields.priority,
             wait_s=fields.timeout_s,
         )
-        content_encoding = _response_encoding(headers_of(request.scope).get(b"accept-encoding"))
+        content_encoding = _response_encoding(record().headers.get(b"accept-encoding"))
         if content_encoding is None and fields.binary.issuperset(fields.outputs):
             return _new_response(model, id, fields, job.plan, result, None)
         return await in_thread_if_large(
