@@ -7,6 +7,7 @@ most of them for imports, and such a fork 0.3. The server is that of Python's `m
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import resource
 import runpy
@@ -16,8 +17,13 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Final
 
+import pytest
+
+from support.paths import ROOT
+
 _SERVER: Final = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["qkv.cli.main", "qkv.server.startup", "qkv.server.worker"])
+_PREPARED: Final = "support.prepared_service"
+_SERVER.set_forkserver_preload([_PREPARED])
 
 
 class ForkedCommand:
@@ -46,6 +52,10 @@ class ForkedCommand:
         self._process = _SERVER.Process(
             target=_run, args=(module, arguments, environment, streams, *inherited), daemon=True
         )
+        with pytest.MonkeyPatch.context() as patch:
+            # Python 3.11 gives the server no path of this process, and hides that an import fails.
+            patch.setenv("PYTHONPATH", str(ROOT / "tests"))
+            multiprocessing.forkserver.ensure_running()
         self._process.start()
         assert self._process.pid
         self.pid: int = self._process.pid
@@ -89,6 +99,7 @@ def _run(
     is_hangup_ignored: bool,
 ) -> None:
     """Runs the command in the fork, which ends with it."""
+    assert _PREPARED in sys.modules
     for number, stream in enumerate(streams, 1):
         os.dup2(stream.fileno(), number)
         stream.close()

@@ -20,6 +20,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from qkv.api.auth import ApiKeyMiddleware, ApiKeys
+from qkv.api.bodies import known_type
 from qkv.api.endpoints import (
     compare,
     convert,
@@ -32,6 +33,7 @@ from qkv.api.endpoints import (
     open_inference_repository,
     playground,
     run,
+    run_models,
     sweep,
     variants,
     verify,
@@ -163,6 +165,17 @@ def create_app(
     _add_document(app, is_guarded=runtime.api_keys is not None)
     list(iter_route_contexts(app.routes))  # FastAPI makes them now, not with the first request
     return app
+
+
+def build_models() -> None:
+    """Builds the models of bodies and responses, which the processes forked later then have.
+
+    They take two thirds of the 0.5 s in which a worker creates its application.
+    """
+    run_models.build(catalogue.variants().values())
+    drawn_or_judged, _ = verify.new_models()
+    for body_type in (compare.new_body_type(), sweep.new_body_type(), drawn_or_judged):
+        known_type(body_type)
 
 
 def load_layers(settings: Settings) -> LoadedLayers:

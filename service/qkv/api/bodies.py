@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Final, Union, get_args, get_origin, get_type_hints
 
@@ -162,12 +163,7 @@ class _Body:
     """
 
     def __init__(self, hint: Any, format: BodyFormat) -> None:
-        self._adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hint)
-        self._format = format
-        schema = self._adapter.json_schema()
-        self._known = list(dict.fromkeys(_fields_of(schema)))
-        self._nested = frozenset(_names(schema))
-        self._branches = frozenset(_tags(hint))
+        self._type, self._format = known_type(hint), format
 
     def check(self, request: Request) -> None:
         """Checks what can be checked of a request before its body is read.
@@ -208,12 +204,39 @@ class _Body:
         return await in_thread_if_large(received.size, lambda: self._validate(document))
 
     def _validate(self, document: dict[str, Any]) -> Any:
+        kind = self._type
         try:
-            return self._adapter.validate_python(document)
+            return kind.adapter.validate_python(document)
         except pydantic.ValidationError as error:
             raise self._format.to_error(
-                error, self._known, nested=self._nested, branches=self._branches
+                error, kind.known, nested=kind.nested, branches=kind.branches
             ) from None
+
+
+@dataclass(frozen=True)
+class _BodyType:
+    """A type of bodies, with the names that its errors may have.
+
+    Attributes:
+        adapter: validates.
+        known: the fields at the top of a body.
+        nested: those at any depth.
+        branches: the names of the branches of its unions.
+    """
+
+    adapter: pydantic.TypeAdapter[Any]
+    known: list[str]
+    nested: frozenset[str]
+    branches: frozenset[str]
+
+
+@cache
+def known_type(hint: Any) -> _BodyType:
+    """Returns the type of a parameter of a handler: FastAPI makes each route twice."""
+    adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hint)
+    schema = adapter.json_schema()
+    known = list(dict.fromkeys(_fields_of(schema)))
+    return _BodyType(adapter, known, frozenset(_names(schema)), frozenset(_tags(hint)))
 
 
 def _document(message: Message, group: str | None) -> dict[str, Any]:

@@ -6,12 +6,14 @@ the JSON as it is, and `documented` has its type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, create_model
 from typing_extensions import TypeAliasType
 
+from qkv.attention import catalogue
 from qkv.attention.layers import layout_catalogue
 from qkv.attention.layers.layer_options import LayerOptions
 from qkv.attention.variant import Variant
@@ -31,6 +33,15 @@ _OF_CHECKPOINT: Final = ("layout", "prefix")
 
 Fields = dict[str, Any]
 """The types and defaults of the fields of a model, by name, as `create_model` takes them."""
+
+
+def of_catalogue(make: Callable[[], Any]) -> Callable[[], Any]:
+    """Decorates a function that makes models of all variants: it makes them once for the same ones.
+
+    A worker has those that its supervisor made before the fork.
+    """
+    of_variants = cache(lambda _: make())
+    return lambda: of_variants(tuple(catalogue.variants().values()))
 
 
 def documented(kind: Any, json_type: Any) -> Any:
@@ -125,6 +136,7 @@ def input_fields(variant: Variant) -> Fields:
     }
 
 
+@cache
 def parameters_of(variant: Variant) -> Any:
     """Returns the model of a variant's parameters."""
     refused = "".join(f" {name} is rejected: {why}." for name, why in variant.refuses.items())

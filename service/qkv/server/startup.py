@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from qkv.api.app import load_layers, new_shared_state
+from qkv.api.app import build_models, load_layers, new_shared_state
 from qkv.api_keys import ValidApiKeys
 from qkv.engine import own_variants
 from qkv.engine.admission import EXCESS
@@ -55,6 +55,7 @@ def serve(settings: Settings) -> int:
         _new_shared_memory(workers, _region_bytes(settings)) if has_device_processes else None
     )
     api_keys = ValidApiKeys(settings.read_keys) if settings.has_keys else None
+    build_models()
     return Supervisor(settings, sockets, state, devices, layers, api_keys, shared_memory).run()
 
 

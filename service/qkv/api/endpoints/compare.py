@@ -1,7 +1,6 @@
 """POST /v1/compare: compares variants on the same inputs."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -16,6 +15,7 @@ from qkv.api.models import (
     choice_of,
     documented,
     input_fields,
+    of_catalogue,
     optional,
 )
 from qkv.api.openapi.operation import SERVER_TIMING, in_safetensors, problem_responses
@@ -23,7 +23,6 @@ from qkv.api.request_body import TensorResponse, in_thread_if_large
 from qkv.api.request_record import record
 from qkv.api.run_timing import server_timing
 from qkv.attention import catalogue
-from qkv.attention.variant import Variant
 from qkv.errors import NotAcceptable, NotFound, QkvError
 from qkv.jobs.measure.compare import compare
 from qkv.jobs.measure.compare_request import CompareFields, CompareRequest
@@ -41,9 +40,8 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
     """Returns the route."""
     body_format = BodyFormat(settings.max_body_bytes, "inputs", (json.MEDIA_TYPE,))
     routes = APIRouter(tags=["attention"], route_class=body_route(job_runner, body_format))
-    every = list(catalogue.variants().values())
     host = HostThread()
-    body_type: Any = _body(every)
+    body_type: Any = new_body_type()
 
     @routes.post(
         "/v1/compare",
@@ -90,8 +88,10 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
     return routes
 
 
-def _body(every: Sequence[Variant]) -> Any:
+@of_catalogue
+def new_body_type() -> Any:
     """Returns the model of a body."""
+    every = catalogue.variants().values()
     tensors: Fields = {"x": optional(Tensor, "(B, L, M) or (L, M), with a layer")}
     for variant in sorted(every, key=lambda variant: "mask" not in variant.inputs):
         named = {n: optional(kind, f.description) for n, (kind, f) in input_fields(variant).items()}

@@ -6,6 +6,8 @@ with the same fields and shapes is valid.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cache
 from typing import Annotated, Any, Final, Literal
 
 import pydantic
@@ -43,6 +45,16 @@ from qkv.wire.tensor_types import Tensor, enumeration
 
 _FILLED: Final[Any] = {"minProperties": 1}
 _EXACT: Final = ("float64", "float32")
+
+
+def build(variants: Iterable[Variant]) -> None:
+    """Builds the models of these variants."""
+    for variant in variants:
+        run_body(variant)
+        run_response(variant)
+        if variant.backward is not None:
+            gradients_body(variant)
+            gradients_response(variant)
 
 
 class _Outputs(pydantic.BaseModel):
@@ -91,6 +103,7 @@ ShortWeightsForm: Any = TypeAliasType(
 )
 
 
+@cache
 def run_body(variant: Variant) -> Any:
     """Returns the type of the body of a run, which its handler gets as a `ReceivedMessage`."""
     name, groups = pascal(variant.name), variant.groups.items()
@@ -112,6 +125,7 @@ def run_body(variant: Variant) -> Any:
     return _body(variant, name, RunFields, fields, {})
 
 
+@cache
 def gradients_body(variant: Variant) -> Any:
     """Returns the type of the body of a request for gradients; otherwise as `run_body`."""
     grad = required(Tensor, "Shape of the output; dtype of the inputs")
@@ -171,6 +185,7 @@ def _body(variant: Variant, name: str, base: type[JobFields], fields: Fields, mo
     return Annotated[ReceivedMessage, validator, Body()]
 
 
+@cache
 def run_response(variant: Variant) -> Any:
     """Returns the model of the response to a run, with the tensors of all forms of the weights."""
     outputs = {
@@ -213,6 +228,7 @@ class _LayerGradients(pydantic.BaseModel):
     ] = Field(init=False)
 
 
+@cache
 def gradients_response(variant: Variant) -> Any:
     """Returns the model of the response to a request for gradients."""
     inputs = [i.name for i in variant.inputs.values() if set(i.dtypes) & set(FLOATING)]

@@ -13,7 +13,7 @@ from qkv.api.endpoints.compare import CHOICE, specific_errors
 from qkv.api.event_stream import MEDIA_TYPE, Event, EventStreamResponse, error_event
 from qkv.api.job_runner import JobRunner
 from qkv.api.measurement_runner import HostThread, MeasurementRunner
-from qkv.api.models import choice_of, closed, pascal
+from qkv.api.models import choice_of, closed, of_catalogue, pascal
 from qkv.api.openapi.operation import problem_responses
 from qkv.attention import catalogue
 from qkv.errors import UnsupportedMediaType, stopping
@@ -52,7 +52,7 @@ def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState)
     accepted = (MEDIA_TYPE, json.MEDIA_TYPE)
     body_format = BodyFormat(settings.max_body_bytes, accepted=accepted, check=check_draining)
     routes = APIRouter(tags=["attention"], route_class=body_route(job_runner, body_format))
-    body_type: Any = _body()
+    body_type: Any = new_body_type()
     host = HostThread()
 
     @routes.post(
@@ -89,7 +89,8 @@ async def _until_draining(events: AsyncGenerator[SweepEvent]) -> AsyncGenerator[
             yield error_event(stopping())
 
 
-def _body() -> Any:
+@of_catalogue
+def new_body_type() -> Any:
     """Returns the model of a body."""
     fields = SweepFields.model_fields
     choice: Any = choice_of("SweptVariantChoice", filter(has_length, catalogue.variants().values()))

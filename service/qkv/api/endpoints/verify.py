@@ -15,6 +15,7 @@ from qkv.api.models import (
     closed,
     documented,
     encoding_field,
+    of_catalogue,
     optional,
     required,
     tensor_type,
@@ -46,8 +47,9 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
     routes = APIRouter(tags=["verification"], route_class=body_route(job_runner, body_format))
     threads = WorkThreads("verify", 1)
     name: Any = variant_name()
-    case_type = _with_types("CaseSpecification", CaseFields)
-    body_type: Any = _body(case_type)
+    response_model: Any
+    body_type: Any
+    body_type, response_model = new_models()
 
     @routes.post(
         "/v1/verify/{variant}",
@@ -57,7 +59,7 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
         "draws them. The second has this specification and your outputs, and gets the verdict: the "
         "worst error against float64, its budget, and the names of known bugs that give these "
         "outputs. The service stores nothing.",
-        response_model=_drawn_case(case_type) | _verdict(),
+        response_model=response_model,
         response_description="A case: its inputs, and the specification that draws them. Or the "
         "verdict on outputs.",
         responses={
@@ -107,6 +109,13 @@ def _work(
         )
     require_acceptable(", ".join(request.headers.getlist("accept")), json.MEDIA_TYPE)
     return lambda: record_response(judge_case(variant, body.case, message))
+
+
+@of_catalogue
+def new_models() -> Any:
+    """Returns the types of bodies and of responses."""
+    case_type = _with_types("CaseSpecification", CaseFields)
+    return _body(case_type), _drawn_case(case_type) | _verdict()
 
 
 def _body(case_type: Any) -> Any:
