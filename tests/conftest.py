@@ -64,6 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Adds what concerns a whole run, once: not in the processes of xdist."""
+    # In processes that tests start, two threads of torch that wait for each other by spinning take
+    # 12 s of CPU time instead of 3, beside another process of tests on two cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if not hasattr(config, "workerinput"):
         if marker := config.getoption("only_skip"):
             config.pluginmanager.register(OnlySkips(marker))
@@ -188,7 +191,8 @@ def shared_process(_clean_environment: None) -> Iterator[Callable[..., Process]]
             key = arguments, frozenset(environment.items())
             if key not in processes:
                 words = ("serve", "--port", "0", *arguments)
-                started = Process(words, environment, is_forked=False)
+                is_default = not arguments and not environment  # starts as a user starts it
+                started = Process(words, environment, is_forked=not is_default)
                 processes[key] = stack.enter_context(killed_at_the_end(started))
                 assert processes[key].url
             return processes[key]
