@@ -183,7 +183,7 @@ def test_output_is_weights_at_value_and_state_weights_at_state(
     H = max(J, T)
     values = value[:, :, cut:].repeat_interleave(H // V, 1)
     output = found.weights @ values + found.state_weights @ state.repeat_interleave(H // T, 1)
-    tensors = {"query_BJSD": query, "key_BGSD": key, "value_BVSE": value}
+    tensors: dict[str, Any] = {"query_BJSD": query, "key_BGSD": key, "value_BVSE": value}
     gates = {"log_decay_BTSZ": decay, "beta_BTS": beta}
     tensors |= {n: x for n, x in gates.items() if x is not None}
     truth = reference_of(gated.Call(**tensors, rule=rule))
