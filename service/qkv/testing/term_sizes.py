@@ -152,8 +152,8 @@ _SUMS: Final = frozenset({
 """Operations that add, multiply or move numbers: those of the sizes give the size."""
 
 _SINGLE: Final = frozenset({
-    "all", "amax", "arange", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "eq", "eye",
-    "full", "full_like", "ge", "gt", "le", "log", "lt", "maximum", "new_full", "new_ones",
+    "all", "amax", "arange", "argmax", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "eq",
+    "eye", "full", "full_like", "ge", "gt", "le", "log", "lt", "maximum", "new_full", "new_ones",
     "new_zeros", "ones_like", "reciprocal", "scalar_tensor", "sign", "sqrt", "tanh", "zeros",
     "zeros_like",
 })  # fmt: skip
