@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from qkv.api.case_limits import MAX_HEADS, MAX_NUMBERS, MAX_PRODUCTS
 from qkv.api.endpoints.verify import MAX_BODY_BYTES
 from qkv.attention import catalogue
 from qkv.errors import InvalidContent
 from qkv.testing import families
+from qkv.testing.case_limits import MAX_HEADS, MAX_NUMBERS, MAX_PRODUCTS
 from qkv.testing.case_spec import CaseSpec
 from support.drawn_cases import PATH, arrays, draw, judge, post_outputs, softmax
 from support.known_requests import Array, assert_problem

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Final
 
 import pydantic
 
-from qkv.api.case_limits import check_cost
 from qkv.attention.catalogue import find
 from qkv.errors import InvalidContent, QkvError, format_value
 from qkv.jobs.fields import INTEGER
 from qkv.testing.call import Call
 from qkv.testing.case_file import GRAD_OUTPUT, CaseFile, read_results
+from qkv.testing.case_limits import check_cost
 from qkv.testing.case_spec import CaseSpec, input_digest
 from qkv.testing.check import Check
 from qkv.testing.judgement import check_shapes, judge
@@ -157,8 +157,8 @@ def _redraw(variant: str, case: CaseFields) -> tuple[CaseSpec, Call]:
             "the path",
             pointer="/case/variant",
         )
-    spec = CaseSpec(**case.model_dump(exclude={"digest"}))
     try:
+        spec = CaseSpec(**case.model_dump(exclude={"digest"}))
         check_cost(spec)
         call = spec.draw()
     except QkvError as error:

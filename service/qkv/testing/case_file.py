@@ -6,15 +6,14 @@ The message is the request of a run: inputs, `parameters` and `dtype`. Beside th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qkv.attention.signature import fixed_size
+from qkv.attention.catalogue import find
 from qkv.attention.variant import Variant
 from qkv.client.arrays import from_raw_like, to_raw
 from qkv.errors import InvalidContent, format_value, pointer_to
@@ -22,6 +21,7 @@ from qkv.jobs.fields import JobFields
 from qkv.jobs.inputs import Inputs
 from qkv.tensors import RawTensor
 from qkv.testing.call import Call
+from qkv.testing.case_limits import check_memory
 from qkv.testing.case_spec import CaseSpec
 from qkv.testing.judgement import expected_shapes
 from qkv.wire.casting import cast_untyped
@@ -33,8 +33,6 @@ GRAD_OUTPUT: Final = "grad_output"
 
 _REQUEST_FIELDS: Final = ("parameters", "dtype")
 _OPTIONAL_INPUTS: Final = {"mask": "bool", "key_lengths": "int64"}  # and their dtypes
-_MAX_NUMBERS: Final = 1 << 26  # of scores or of the output: each takes about 80 bytes to judge
-_MAX_INPUTS: Final = 1 << 30  # numbers of an input: 8 GiB, since they are drawn in float64
 
 _to_tensor = from_raw_like(torch.empty(0))
 
@@ -57,7 +55,7 @@ class CaseFile(NamedTuple):
         Raises:
             QkvError: a field of the spec is invalid, or a size is too large.
         """
-        _check_size(spec.check(), spec.choose_sizes(), "/sizes")
+        check_memory(find(spec.variant), spec.choose_sizes(), "/sizes")
         return cls(spec, spec.draw())
 
     def to_message(self) -> Message:
@@ -66,7 +64,7 @@ class CaseFile(NamedTuple):
         Raises:
             InvalidContent: the call is too large to be judged.
         """
-        _check_size(self.call.variant, self.call.axis_sizes, "/inputs")
+        check_memory(self.call.variant, self.call.axis_sizes, "/inputs")
         assert self.call.grad_output is not None
         fields = self.spec.to_json()
         request = {name: fields.pop(name) for name in _REQUEST_FIELDS}
@@ -81,10 +79,10 @@ class CaseFile(NamedTuple):
             QkvError: the file is no case, or a field, tensor, dtype, shape or number is wrong.
         """
         spec = _read_spec(message.fields)
-        variant = spec.check()
+        variant = find(spec.variant)
         inputs = _read_inputs(spec, variant, message)
         call = Call(variant, inputs, spec.parameters, getattr(torch, spec.dtype))
-        _check_size(variant, call.axis_sizes, "/inputs")
+        check_memory(variant, call.axis_sizes, "/inputs")
         shape = expected_shapes(call)["output"]
         grad_output = _read(message.tensors, GRAD_OUTPUT, spec.dtype, "inputs")
         if tuple(grad_output.shape) != shape:
@@ -173,29 +171,6 @@ def _read(tensors: Mapping[str, RawTensor], name: str, dtype: str, group: str) -
     raw = cast_untyped(tensors[name], f"{group}.{name:.60}", [dtype], dtype, pointer)
     tensor: Tensor = _to_tensor(raw)
     return tensor
-
-
-def _check_size(variant: Variant, sizes: Mapping[str, int], pointer: str) -> None:
-    """Checks that a call with these sizes can be drawn and judged in memory.
-
-    Raises:
-        InvalidContent: it is too large.
-    """
-
-    def count(letters: Iterable[str]) -> int:
-        return math.prod(fixed_size(x) or sizes.get(x, 1) for x in letters)
-
-    drawn = [i for i in variant.inputs.values() if not i.is_optional]
-    results = max(count("BHLS"), count(variant.outputs["output"].letters))
-    for size, text, limit in (
-        (results, "scores or numbers of the output", _MAX_NUMBERS),
-        (max(count(i.letters) for i in drawn), "numbers of an input", _MAX_INPUTS),
-    ):
-        if size > limit:
-            raise InvalidContent(
-                f"the case is too large: got {size} {text}, expected at most {limit}",
-                pointer=pointer,
-            )
 
 
 def _check_numbers(call: Call) -> None:

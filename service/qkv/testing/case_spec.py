@@ -27,6 +27,8 @@ _MAX_SIZE: Final = 2**63 - 1  # torch's
 class CaseSpec:
     """The arguments that draw one call; the same spec draws the same numbers.
 
+    Every field is checked when the spec is made, also by `replace`.
+
     Attributes:
         variant: the name of the variant.
         family: a key of `FAMILIES`.
@@ -34,6 +36,10 @@ class CaseSpec:
         parameters: of the variant, as JSON.
         sizes: by axis letter; the family chooses the others.
         seed: of the numbers, 0 to 2^63 - 1.
+
+    Raises:
+        NotFound: the variant does not exist.
+        InvalidContent: another field is invalid.
     """
 
     variant: str
@@ -56,21 +62,13 @@ class CaseSpec:
                 f"the case is not valid: got {format_value(fields)}, expected the fields "
                 f"{', '.join(names)}"
             )
-        spec = cls(**fields)
-        spec.check()
-        return spec
+        return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON."""
         return asdict(self)
 
-    def check(self) -> Variant:
-        """Checks every field, and returns the variant.
-
-        Raises:
-            NotFound: the variant does not exist.
-            InvalidContent: another field is invalid.
-        """
+    def __post_init__(self) -> None:
         _expect(isinstance(self.variant, str), "variant", self.variant, "a name")
         variant = find(self.variant)
         families = ", ".join(FAMILIES)
@@ -87,25 +85,21 @@ class CaseSpec:
             )
         variant.parse(self.parameters)
         _expect(isinstance(self.sizes, dict), "sizes", self.sizes, "an object")
-        check_sizes(variant, self.sizes)
-        return variant
+        _check_sizes(variant, self.sizes)
 
     def draw(self) -> Call:
         """Returns the call.
 
         Raises:
-            NotFound: the variant does not exist.
-            InvalidContent: another field is invalid, or the family does not apply to the variant,
-                the parameters or the sizes.
+            InvalidContent: the family does not apply to the variant, the parameters or the sizes.
         """
-        self.check()
         try:
-            return self.draw_unchecked()
+            return self.draw_if_applicable()
         except NotDrawn as reason:
             raise self._not_drawn(reason) from None
 
-    def draw_unchecked(self) -> Call:
-        """Returns the call of a spec whose fields are valid.
+    def draw_if_applicable(self) -> Call:
+        """Returns the call.
 
         Raises:
             NotDrawn: the family does not apply to the variant, the parameters or the sizes.
@@ -123,12 +117,12 @@ class CaseSpec:
         """Returns the size of each axis of the inputs; draws nothing, whatever the sizes.
 
         Raises:
-            NotFound: the variant does not exist.
             InvalidContent: as for `draw`.
         """
-        variant = self.check()
         try:
-            return choose_sizes(variant, FAMILIES[self.family], self.sizes, self.parameters)
+            return choose_sizes(
+                find(self.variant), FAMILIES[self.family], self.sizes, self.parameters
+            )
         except NotDrawn as reason:
             raise self._not_drawn(reason) from None
 
@@ -137,7 +131,7 @@ class CaseSpec:
         return InvalidContent(text, pointer="/family")
 
 
-def check_sizes(variant: Variant, sizes: Mapping[str, int]) -> None:
+def _check_sizes(variant: Variant, sizes: Mapping[str, int]) -> None:
     """Checks the sizes of axes.
 
     Raises:

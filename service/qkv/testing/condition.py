@@ -1,15 +1,16 @@
 """Error budgets of variants without a derivation of their own, from their condition.
 
 The reference runs in float64 on inputs that move by d = 2 t + (D + 8) u in random directions, with
-u and t of `budget`: t is counted for dtypes narrower than the sums. By first order, the change is
-d sum_k s_k J_k x_k with random signs s_k, whose mean square is d^2 sum_k (J_k x_k)^2. The largest
-change over all signs is d sum_k |J_k x_k|, at most sqrt(n) times the root of the mean square, for
-n numbers (Cauchy-Schwarz).
+u and t of `budget`: t is counted for dtypes narrower than the sums. Where projections mix the keys
+before the scores, D + S takes the place of D. By first order, the change is d sum_k s_k J_k x_k
+with random signs s_k, whose mean square is d^2 sum_k (J_k x_k)^2. The largest change over all signs
+is d sum_k |J_k x_k|, at most sqrt(n) times the root of the mean square, for n numbers
+(Cauchy-Schwarz).
 
 The roundings of sums, weights and results are added as in `budget`. They are in proportion to the
-size of the terms at each place: sum_j |A_j v_j| for the output, and `term_sizes` of the variant's
-backward pass for a gradient. Terms of gradients often cancel there, as in a user's function; the
-reference may have none of them.
+size of the terms at each place: sum_j |A_j v_j| for the output, and `term_sizes` of autograd
+through the reference for a gradient. Where terms cancel, its numbers are small and the sizes of
+their terms are not. No variant's own `backward` is read: its roundings are judged here.
 
 The bound is wider than the derived one of softmax: sqrt(n) is about 20 at the usual sizes.
 """
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from qkv.testing import elu_features
 from qkv.testing.budget import gamma, smallest, unit_roundoffs
 from qkv.testing.call import Call
 from qkv.testing.term_sizes import TermSizes
@@ -80,7 +82,9 @@ class _Roundings:
         narrow = t if t > u else 0.0
         sizes = call.axis_sizes
         terms = sum(sizes.get(x, 0) for x in "LSIDE")
-        step = 2 * narrow + (sizes.get("D", sizes.get("I", 1)) + 8) * u
+        # of a score: the channels, and the keys that a projection of length N mixes before
+        products = sizes.get("D", sizes.get("I", 1)) + (sizes["S"] if "N" in sizes else 0)
+        step = 2 * narrow + (products + 8) * u
         least = smallest(call.dtype) + torch.finfo(torch.float32).smallest_normal
         if call.dtype == torch.float64:
             least = torch.finfo(torch.float64).smallest_normal
@@ -109,10 +113,8 @@ def gradient_budgets(call: Call) -> dict[str, Tensor]:
     # two sums lie within each other: an underflow in the gradient of a row's sum moves each term of
     # the gradient of a query
     least = roundings.least * max(call.axis_sizes.get(x, 1) for x in "LSIB")
-    assert call.grad_output is not None
-    assert call.variant.backward is not None
     with TermSizes(torch.finfo(call.dtype).smallest_normal) as sizes:
-        gradients = call.variant.backward(call.grad_output.double(), **call.arguments)
+        gradients = reference_gradients(call)
     return {
         name: n * change + sums * (sizes.of(gradients[name]) + gradients[name].abs()) + least
         for name, change in changes.items()
@@ -152,7 +154,7 @@ def _root_mean_square(
     # a step below the rounding of float64 would be lost in that of the reference
     used = max(step, 1e-9)
     for _ in range(_PATTERNS):
-        moved = {n: _move(x, used, generator) for n, x in exact.inputs.items()}
+        moved = {n: _move(call, n, x, used, generator) for n, x in exact.inputs.items()}
         after = compute(replace(exact, inputs=moved))
         for name, x in after.items():
             change = ((x - before[name]) * (step / used)).nan_to_num(0.0)
@@ -160,8 +162,17 @@ def _root_mean_square(
     return {n: x / math.sqrt(_PATTERNS) for n, x in changes.items()}
 
 
-def _move(x: Tensor, step: float, generator: Generator) -> Tensor:
+def _move(call: Call, name: str, x: Tensor, step: float, generator: Generator) -> Tensor:
+    """Returns an input whose numbers move by a step, relative to their size.
+
+    Features of `linear`, which are at most 1 below 0, move by a step of 1 there: a function may
+    compute them as elu(x) + 1.
+    """
     if not x.is_floating_point():
         return x
     signs = torch.randint(0, 2, x.shape, generator=generator).double() * 2 - 1
-    return x * (1 + step * signs)
+    moved = x * (1 + step * signs)
+    if call.variant.name == "linear" and name in ("query", "key"):
+        # the size: a feature that is smaller than the step may become 0, but has no logarithm then
+        moved = elu_features.invert((elu_features.compute(moved) + step * signs).abs())
+    return moved

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from qkv.testing import elu_features
 from qkv.testing.call import Call
 from qkv.testing.plain_softmax import EPSILONS, FORGOTTEN
 
@@ -70,8 +71,7 @@ def _features(function: Callable[[Tensor], Tensor]) -> Change:
     """
 
     def as_input(x: Tensor) -> Tensor:
-        features = function(x.double())
-        return torch.where(features > 1, features - 1, features.log())
+        return elu_features.invert(function(x.double()))
 
     def change(call: Call) -> Call:
         if call.variant.name != "linear":

@@ -25,11 +25,16 @@ class TermSizes(TorchDispatchMode):
     Args:
         least: the smallest size of an exponential. Below the smallest normal number of a dtype,
             errors do not become smaller with the numbers.
+
+    Attributes:
+        unknown: the names of operations that ran and that no table of this file has: if their terms
+            cancel, the sizes forget it.
     """
 
     def __init__(self, least: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.least = least
+        self.unknown: set[str] = set()
         # by address. The sizes of a storage lie where its numbers lie, so that views of it and
         # operations in place find them
         self._kept: dict[int, tuple[StorageWeakRef, Tensor]] = {}
@@ -68,6 +73,7 @@ class TermSizes(TorchDispatchMode):
             size: Tensor = _RULES[name](self, *arguments)
             return size
         if name not in _SUMS:
+            self.unknown |= {name} - _SINGLE
             return None
         options = {n: x for n, x in keywords.items() if n != "out"}
         size = getattr(torch.ops.aten, name)(*self.of(arguments), **options)
@@ -91,11 +97,22 @@ def _added(sizes: TermSizes, x: Tensor, y: Tensor | float) -> Any:
 
 
 def _quotient(sizes: TermSizes, x: Tensor, y: Tensor | float) -> Any:
-    """Returns the size of x / y: where the terms of y cancel, it grows by their share."""
+    """Returns the size of x / y: where the terms of y cancel, it grows by their share.
+
+    It is no product of sizes: an error of a divisor moves all that it divides by one factor.
+    """
     if not isinstance(y, Tensor):
         return sizes.of(x) / abs(y)
     share = (sizes.of(y) / y.abs()).nan_to_num(nan=1.0, posinf=1.0)
-    return sizes.of(x) * share / y.abs()
+    return (sizes.of(x) + x.abs() * (share - 1)) / y.abs()
+
+
+def _power(sizes: TermSizes, x: Tensor, exponent: float) -> Any:
+    """Returns the size of a power: of a square its own, since it is a square of an input's channel.
+
+    The error of a channel is that of the moved inputs (`condition`).
+    """
+    return sizes.of(x) if exponent == 1 else x.abs() ** exponent
 
 
 def _sum(sizes: TermSizes, x: Tensor, *axes: Any) -> Tensor:
@@ -128,20 +145,31 @@ def _slope_of_softmax(sizes: TermSizes, grad: Tensor, y: Tensor, axis: int, *res
 
 _SUMS: Final = frozenset({
     "_to_copy", "addmm", "addmv", "baddbmm", "bmm", "cat", "clone", "constant_pad_nd",
-    "cumsum", "dot", "flip", "gather", "index", "index_put", "ldexp", "masked_fill", "mean", "mm",
-    "mul", "mv", "neg", "repeat", "stack", "tril", "triu", "where",
+    "cumsum", "dot", "flip", "gather", "index", "index_put", "linalg_vector_norm", "masked_fill",
+    "mean", "mm", "mul", "mv", "neg", "repeat", "select_backward", "slice_backward", "stack",
+    "tril", "triu", "where",
 })  # fmt: skip
 """Operations that add, multiply or move numbers: those of the sizes give the size."""
 
+_SINGLE: Final = frozenset({
+    "all", "amax", "arange", "argmax", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "eq",
+    "eye", "full", "full_like", "ge", "gt", "le", "log", "lt", "maximum", "new_full", "new_ones",
+    "new_zeros", "ones_like", "reciprocal", "scalar_tensor", "sign", "sqrt", "tanh", "zeros",
+    "zeros_like",
+})  # fmt: skip
+"""Operations without a sum, whose result has one term: itself."""
+
 _RULES: Final[Mapping[str, Callable[..., Any]]] = {
     "add": _added, "sub": _added, "rsub": _added, "div": _quotient, "copy": _copied, "sum": _sum,
-    "exp": _exponential, "_softmax": _softmax, "_softmax_backward_data": _slope_of_softmax,
+    "pow": _power, "exp": _exponential, "_softmax": _softmax,
+    "_softmax_backward_data": _slope_of_softmax,
     "abs": lambda sizes, x: sizes.of(x),
     "nan_to_num": lambda sizes, x, *to: sizes.of(x).nan_to_num(*to),
-    # A right function may compute 1 - sigmoid(x) and elu(x) + 1, which have terms of size 1. The
-    # first argument of `elu_backward` is a factor of its result
+    # A right function may compute 1 - sigmoid(x), 1 - tanh(x)^2 and elu(x) + 1, which have terms of
+    # size 1. The first argument of their derivatives is a factor of the result
     "sigmoid": lambda sizes, x: torch.ones_like(x),
     "sigmoid_backward": lambda sizes, grad, y: sizes.of(grad) * y.abs(),
+    "tanh_backward": lambda sizes, grad, *rest: sizes.of(grad),
     "elu_backward": lambda sizes, grad, *rest: sizes.of(grad),
 }  # fmt: skip
 """The other operations with terms, by name: functions of the sizes and the arguments."""

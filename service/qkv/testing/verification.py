@@ -147,7 +147,6 @@ def verify_runner(
     """
     skip = list(skip)
     spec = CaseSpec(variant, parameters=dict(parameters), sizes=dict(sizes or {}), seed=seed)
-    spec.check()
     names = _select_families(families, skip, strict)
     pairs = itertools.product(_select_dtypes(dtype), names)
     ran, diagnosis = _run_cases(run, [replace(spec, family=f, dtype=d) for d, f in pairs])
@@ -170,7 +169,7 @@ def _run_cases(run: Runner, specs: Sequence[CaseSpec]) -> tuple[list[Check], lis
         for done, spec in enumerate(specs):
             bar.show(done, len(specs), f"{spec.dtype}, {spec.family}")
             try:
-                call = spec.draw_unchecked()
+                call = spec.draw_if_applicable()
             except NotDrawn as reason:
                 checks.append(Check(spec.family, spec.dtype, "output", None, not_run=str(reason)))
                 continue

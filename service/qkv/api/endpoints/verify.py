@@ -8,7 +8,6 @@ from pydantic import BaseModel, Discriminator, Field, Tag, create_model
 from pydantic.json_schema import SkipJsonSchema
 
 from qkv.api.bodies import BodyFormat, Deadline, Received, body_route
-from qkv.api.case_limits import MAX_NUMBERS
 from qkv.api.case_messages import AXES, CaseFields, DrawFields, draw_case, judge_case
 from qkv.api.job_runner import JobRunner
 from qkv.api.models import (
@@ -31,6 +30,7 @@ from qkv.api.work_threads import WorkThreads
 from qkv.attention import catalogue
 from qkv.settings import Settings
 from qkv.tensors import FLOATING
+from qkv.testing.case_limits import MAX_NUMBERS
 from qkv.testing.families import FAMILIES
 from qkv.testing.judgement import GRADIENT
 from qkv.wire import json, require_acceptable, verify_responses

@@ -168,7 +168,7 @@ def channel_averages(
         log_BGSD: logarithms of any size: their largest one is subtracted.
         factor_BGSD: at least 1.
         value_BGSE: the values.
-        seen_BLS: True where a query sees a key.
+        seen_BLS: True where a query sees a key; one row is that of all queries, and L is 1.
         sums_BGDW: of the weights, each divided by e^largest, times (v, 1), over the tokens before.
         largest_BGD: of these sums.
     """

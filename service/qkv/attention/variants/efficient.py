@@ -469,18 +469,17 @@ def steps(call: Call) -> dict[str, Tensor]:
     largest_BGD = torch.zeros_like(sums_BGDW[..., 0])
     if call.past is not None and call.past.largest is not None:
         largest_BGD = call.past.largest
-    averages = channel_averages(
-        key, key.new_ones(1, 1, 1, 1), value, seen_BLS, sums_BGDW, largest_BGD
-    )
-    query_softmax = query.softmax(-1)
+    seen = seen_BLS if call.causal else seen_BLS[:, :1]
+    averages = channel_averages(key, key.new_ones(1, 1, 1, 1), value, seen, sums_BGDW, largest_BGD)
+    query_softmax, L = query.softmax(-1), query.shape[2]
     share_BHLDS, average_BHLDE = (
         per_query_head(x, query) for x in (averages.share_BGLDS, averages.average_BGLDE)
     )
     return {
         "query": query, "key": key, "value": value, "query_softmax": query_softmax,
-        "key_softmax": averages.share_BGLDS.mT,
+        "key_softmax": averages.share_BGLDS.mT.expand(-1, -1, L, -1, -1),
         "weights": torch.einsum("bhld,bhlds->bhls", query_softmax, share_BHLDS),
-        "contexts": averages.average_BGLDE,
+        "contexts": averages.average_BGLDE.expand(-1, -1, L, -1, -1),
         "output": torch.einsum("bhld,bhlde->bhle", query_softmax, average_BHLDE),
     }  # fmt: skip
 

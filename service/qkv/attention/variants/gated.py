@@ -276,6 +276,11 @@ def _state_weights(inputs: GatedInputs, chunk: int) -> Tensor:
     return run(silent, state_XDD, chunk)
 
 
+# tokens whose small tensors `steps` joins at once: those of all tokens would lie between the large
+# states that are freed, and their holes would take 3.4 GB for 4,096 tokens
+_JOINED: Final = 64
+
+
 def steps(call: Call) -> dict[str, Tensor]:
     """Returns the steps by name, from float64 tensors, token by token; and `state_weights`.
 
@@ -302,7 +307,9 @@ def steps(call: Call) -> dict[str, Tensor]:
         beta = torch.ones_like(beta) if call.beta_BTS is None else call.beta_BTS
         beta = zero_padding(beta[..., None], call.key_lengths_B)[..., 0]
         value = beta[..., None] * value
-    state, tokens = pad(sums_before(call.past, key, (D, E)), (0, S + D)), []
+    state = pad(sums_before(call.past, key, (D, E)), (0, S + D))
+    tokens: list[tuple[Tensor, ...]] = []
+    blocks: list[list[Tensor]] = []
     rows, first_B = torch.eye(D, **exact).expand(B, T, -1, -1), torch.zeros(B, **exact)
     if call.past is not None and call.past.tail_length is not None:
         first_B = call.past.tail_length
@@ -316,7 +323,10 @@ def steps(call: Call) -> dict[str, Tensor]:
         read = torch.einsum("bhd,bhde->bhe", query[:, :, t], state.repeat_interleave(H // T, 1))
         # copies: a view would keep the columns of all tokens
         tokens.append((*(x[..., :E].clone() for x in (erased, written, state)), read))
-    erased, written, states, read = (torch.stack(x, 2) for x in zip(*tokens, strict=True))
+        if len(tokens) == _JOINED or t == S - 1:
+            blocks.append([torch.stack(x, 2) for x in zip(*tokens, strict=True)])
+            tokens = []
+    erased, written, states, read = (torch.cat(x, 2) for x in zip(*blocks, strict=True))
     read = zero_padding(read * (D**-0.5 if call.scale is None else call.scale), call.key_lengths_B)
     output, weights, state_weights = read.split([E, S, D], -1)
     return found | {

@@ -451,26 +451,31 @@ def steps(call: Call) -> dict[str, Tensor]:
     weights = products = (query_phi @ key_BHSD.mT).masked_fill(~seen_BLS[:, None], 0.0)
     before_BHLW = query_phi @ sums_BHDW
     output = numerators = products @ value_BHSE + before_BHLW[..., :-1]
+    seen = seen_BLS if call.causal else seen_BLS[:, :1]
     averages = channel_averages(
-        key_log, key_factor, value, seen_BLS, sums_BGDW, torch.zeros_like(sums_BGDW[..., 0])
+        key_log, key_factor, value, seen, sums_BGDW, torch.zeros_like(sums_BGDW[..., 0])
     )
     if call.normalize:
         top, share_BHLDS, total, average = (per_query_head(x, query) for x in averages)
-        log_BHLD = (query_log + top).masked_fill(total == 0, -torch.inf)
-        peak = log_BHLD.detach().amax(-1, keepdim=True)
-        channels = (log_BHLD - peak.masked_fill(peak == -torch.inf, 0.0)).exp()
+        # two differences: a sum of two logarithms would have the rounding error of its size
+        top = top.expand_as(query_log)
+        peak = (query_log + top).masked_fill(total == 0, -torch.inf).argmax(-1, keepdim=True)
+        query_log, top = (x - x.detach().gather(-1, peak) for x in (query_log, top))
+        channels = (query_log + top).masked_fill(total == 0, -torch.inf).exp()
         channels = query_factor * channels * total
         sums = channels.sum(-1, keepdim=True)
         channels = channels / sums.masked_fill(sums == 0, 1.0)
         weights = torch.einsum("bhld,bhlds->bhls", channels, share_BHLDS)
         output = torch.einsum("bhld,bhlde->bhle", channels, average)
     feature_sums = averages.total_BGLD * averages.top_BGLD.exp()
+    value_sums = averages.average_BGLDE * feature_sums[..., None]
     return {
         "query": query, "key": key, "value": value, "query_features": query_phi,
         "key_features": key_phi, "products": products,
         "row_sums": products.sum(-1) + before_BHLW[..., -1], "weights": weights,
-        "value_sums": averages.average_BGLDE * feature_sums[..., None],
-        "feature_sums": feature_sums, "numerators": numerators, "output": output,
+        "value_sums": value_sums.expand(-1, -1, query.shape[2], -1, -1),
+        "feature_sums": feature_sums.expand(-1, -1, query.shape[2], -1), "numerators": numerators,
+        "output": output,
     }  # fmt: skip
 
 
