@@ -12,7 +12,6 @@ from qkv.attention.common import (
     explicit_outputs,
     fused_kernel,
     gradients,
-    running_softmax,
     token_inputs,
 )
 from qkv.attention.variants import efficient, linear, linformer, sigmoid, taylor
@@ -24,7 +23,6 @@ _SIZES: Final = (
     (fused_kernel, "BIAS_ELEMENTS"),
     (gradients, "_SCORE_ELEMENTS"),
     (gradients, "_WORTH_IT"),
-    (running_softmax, "_ELEMENTS"),
     (token_inputs, "_ELEMENTS"),
     (efficient, "_ELEMENTS"),
     (linear, "_ELEMENTS"),

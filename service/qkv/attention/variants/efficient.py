@@ -33,6 +33,7 @@ from qkv.attention.common.guards import (
     largest_size,
     occurs,
 )
+from qkv.attention.common.rising_keys import RISE, RisingKeys, RunningKeys
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -41,7 +42,6 @@ from qkv.attention.common.row_masks import (
     padding_mask,
     zero_hidden,
 )
-from qkv.attention.common.running_softmax import RunningSoftmax
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.score_steps import (
     channel_averages,
@@ -98,7 +98,6 @@ STEPS: Final = (
 
 _ELEMENTS = 1 << 22  # of a block of rows of A
 _SPAN = 40.0  # range of a channel's keys up to which e^(k - m) times a value is safe in float32
-_RISE = 300.0  # rise of a channel's keys over its first up to which float64 needs one shift only
 
 
 class State(NamedTuple):
@@ -180,25 +179,6 @@ class _Features(NamedTuple):
             key_gradient.mul_(key),
             transposed_feature_sums(key, query, grad_BGKLE, offsets),
         )
-
-
-class _RunningItems(NamedTuple):
-    """The same where early keys would underflow with one shift, item by item."""
-
-    items: list[RunningSoftmax]
-
-    def output(self, value_BGSE: Tensor) -> Tensor:
-        pairs = zip(self.items, value_BGSE.double(), strict=True)
-        return torch.stack([item.output(value_GSE) for item, value_GSE in pairs])
-
-    def block(self, rows: slice) -> Tensor:
-        return torch.stack([item.block(rows) for item in self.items])
-
-    def gradients(self, value_BGSE: Tensor, grad_BGKLE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        items = zip(self.items, value_BGSE, grad_BGKLE, strict=True)
-        each = [item.gradients(value_GSE, grad_GKLE) for item, value_GSE, grad_GKLE in items]
-        query, key, value = (torch.stack(some) for some in zip(*each, strict=True))
-        return query, key, value
 
 
 def weights_are(parameters: Any, inputs: Collection[str] = ()) -> str:
@@ -290,26 +270,21 @@ def _token_features(tokens: SummedTokens, before: Sums) -> Features:
 
     Z is the sum of e^(k - m). Sums decay where m rises: no exponent is above 0.
     """
-    (matrix, largest_XD), key_XCD = before, tokens.key_BGCD.flatten(0, 1)
+    key_XCD, total_XD = tokens.key_BGCD.flatten(0, 1), before[0][..., -1]
     if tokens.padding_BS is not None:
         is_padding_XC = tokens.padding_BS.repeat_interleave(tokens.G, 0)
         key_XCD = key_XCD.masked_fill(is_padding_XC[..., None], -torch.inf)
-    total_XD = matrix[..., -1]
-    largest_X1D = largest_XD.masked_fill(total_XD == 0, -torch.inf)[:, None]
-    running = torch.cat([largest_X1D, key_XCD.detach()], 1).cummax(1).values
-    has_none = running == -torch.inf
-    running = running.masked_fill(has_none, 0.0)
-    fall_XCD = (running[:, :-1] - running[:, 1:]).masked_fill(has_none[:, :-1], 0.0)
-    grown_XCD = (key_XCD - running[:, 1:]).exp()
-    totals = []
-    for kept_XD, grown_XD in zip(fall_XCD.exp().unbind(1), grown_XCD.unbind(1), strict=True):
+    keys, totals = RunningKeys.of(key_XCD, before), []
+    for kept_XD, grown_XD in zip(
+        keys.fall_XCD.exp().unbind(1), keys.grown_XCD.unbind(1), strict=True
+    ):
         total_XD = total_XD * kept_XD + grown_XD
         totals.append(total_XD)
     total_BGCD = torch.stack(totals, 1).unflatten(0, (-1, tokens.G))
     total_BGCD = total_BGCD.masked_fill(total_BGCD == 0, 1.0)
     return Features(
         tokens.query_BGKCD.softmax(-1) / total_BGCD[:, :, None],
-        grown_XCD.unflatten(0, (-1, tokens.G)), fall_XCD, running[:, -1],
+        keys.grown_XCD.unflatten(0, (-1, tokens.G)), keys.fall_XCD, keys.largest_XCD[:, -1],
     )  # fmt: skip
 
 
@@ -366,7 +341,7 @@ def _matrix(
     key_BGSD: Tensor,
     key_lengths_B: Tensor | None,
     offsets: list[int] | None,
-) -> _Features | _RunningItems:
+) -> _Features | RisingKeys:
     """Returns A as factors, in float32 or float64 if keys are of similar size, else in float64."""
     L, (_, G, S, _) = query_BHLD.shape[2], key_BGSD.shape
     padding = padding_mask(S, key_lengths_B)
@@ -382,10 +357,8 @@ def _matrix(
         key.div_(key.sum(2, keepdim=True))
         return _Features(query, key if unseen is None else key.masked_fill_(unseen, 0.0), None)
     query, largest_BG1D = query.softmax(-1), key.amax(2, keepdim=True)
-    if query.dtype == torch.float64 and occurs(largest_BG1D - key[:, :, :1] > _RISE):
-        return _RunningItems(
-            [RunningSoftmax.of(query[b], key[b], offset) for b, offset in enumerate(offsets)]
-        )
+    if query.dtype == torch.float64 and occurs(largest_BG1D - key[:, :, :1] > RISE):
+        return RisingKeys(query_BHLD, key, offsets, _token_features, normalize=False)
     if unseen is not None:
         largest_BG1D = largest_BG1D.masked_fill(largest_BG1D == -torch.inf, 0.0)
     key = (key - largest_BG1D).exp_()
@@ -422,7 +395,7 @@ def _totals(key_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
     return total
 
 
-def _output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> Tensor:
+def _output(matrix: _Features | RisingKeys, value_BGSE: Tensor) -> Tensor:
     """Returns A @ value, (B, H, L, E). The padding of `value_BGSE` is zero."""
     if are_deferred():
         return _ordinary_output(matrix, value_BGSE)
@@ -449,7 +422,7 @@ def _output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> Tensor:
     return output
 
 
-def _ordinary_output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> Tensor:
+def _ordinary_output(matrix: _Features | RisingKeys, value_BGSE: Tensor) -> Tensor:
     """Returns the result of `_output` for values that need no factor; defers the check of this."""
     assert isinstance(matrix, _Features)
     dtype = matrix.query_BGKLD.dtype
@@ -521,11 +494,15 @@ def _gradients(
     value, v = normalize_size(
         mask_padding(padding_mask(key.shape[2], key_lengths_B), value_BGSE.double())
     )
-    grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
+    grad, g = normalize_size(grad_BHLE.double())
     matrix = _matrix(query, key, key_lengths_B, offsets)
-    slope_BGKLD, key_gradient, value_gradient = matrix.gradients(value, grad)
-    query, slope = query.softmax(-1), slope_BGKLD.flatten(1, 2)
-    query_gradient = slope.sub_((query * slope).sum(-1, keepdim=True)).mul_(query)
+    if isinstance(matrix, RisingKeys):
+        query_gradient, key_gradient, value_gradient = matrix.gradients(value, grad)
+    else:
+        by_head = grad.unflatten(1, (key.shape[1], -1))
+        slope, key_gradient, value_gradient = matrix.gradients(value, by_head)
+        query, slope = query.softmax(-1), slope.flatten(1, 2)
+        query_gradient = slope.sub_((query * slope).sum(-1, keepdim=True)).mul_(query)
     return (
         scale_back(query_gradient, g + v),
         scale_back(key_gradient, g + v),
