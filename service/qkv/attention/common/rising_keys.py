@@ -99,6 +99,10 @@ class RisingKeys:
         """Returns the same in float64, which it is."""
         return self
 
+    def with_phi_applied(self) -> RisingKeys:
+        """Returns the same: tokens have features of their own."""
+        return self
+
     def output(self, value_BGSE: Tensor) -> Tensor:
         """Returns A @ value, (B, G, K, L, E), in float64. The padding of `value_BGSE` is zero."""
         items = self._items(value_BGSE)

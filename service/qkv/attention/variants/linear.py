@@ -21,12 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention.common.feature_sums import Phi, SharedSums, apply_state, feature_sums
-from qkv.attention.common.gradients import (
-    gradients_by_features,
-    gradients_by_heads,
-    normalize_size,
-    scale_back,
-)
+from qkv.attention.common.gradients import gradients_by_features, normalize_size, scale_back
 from qkv.attention.common.guards import (
     Number,
     are_deferred,
@@ -39,7 +34,6 @@ from qkv.attention.common.rising_keys import RISE, RisingKeys, RunningKeys
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
-    item_offsets,
     mask_padding,
     padding_mask,
     zero_hidden,
@@ -53,12 +47,16 @@ from qkv.attention.common.score_steps import (
     sums_before,
     zero_padding,
 )
+from qkv.attention.common.summed_calls import (
+    every_row,
+    gradients_by_heads,
+    item_offsets,
+    rows_by_head,
+)
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
 from qkv.attention.common.token_gradients import gradients_from
 from qkv.attention.common.token_inputs import Chunk, Form, Sums
-from qkv.attention.common.token_state import run_from
-from qkv.attention.common.token_weights import rows_behind
-from qkv.attention.common.visibility import row_blocks
+from qkv.attention.common.token_weights import rows_behind, run_with_weights
 from qkv.attention.step import Step
 
 WEIGHTS: Final = "stochastic; unnormalised if normalize is false"
@@ -108,7 +106,6 @@ STEPS: Final = (
     ),
 )  # fmt: skip
 
-_ELEMENTS = 1 << 22  # of a block of rows of A
 _NORMAL = 1e-31  # products above it, and their sums, have the usual relative rounding error
 _FAINT = 1e-7  # above it, float32 has its usual rounding error for values of 2**-110 and more
 _TINY = 1e-250  # a row sum below it may have lost its smaller terms
@@ -243,50 +240,24 @@ def attend(call: Call, outputs: frozenset[str]) -> Linear:
 
     `outputs` are the names of the outputs to return: "output", "weights", "state".
     """
-    (B, H, L, _), S, dtype = call.query_BHLD.shape, call.key_BGSD.shape[2], call.query_BHLD.dtype
     if call.past is not None or "state" in outputs:
-        new = _tokens(call, call.value_BGSE)
-        found, weights = run_from(new, call.past, call.chunk, call.state), None
-        if "weights" in outputs:
-            weights = rows_behind(new, call.past, call.chunk)(slice(0, L)).to(score_dtype(dtype))
-        return Linear(found.output_BHSE, weights, State(**found.fields), found.notes)
-    matrix, output, weights = _matrix(call, _offsets(call)), None, None
+        found = run_with_weights(_tokens(call, call.value_BGSE), call, outputs)
+        return Linear(found.output_BHSE, found.weights_BHSS, State(**found.fields), found.notes)
+    matrix, output, weights = _matrix(call, item_offsets(call)), None, None
     if "output" in outputs:
-        padding = padding_mask(S, call.key_lengths_B)
-        output = _output(matrix, mask_padding(padding, call.value_BGSE)).flatten(1, 2).to(dtype)
+        padding = padding_mask(call.key_BGSD.shape[2], call.key_lengths_B)
+        output = _output(matrix, mask_padding(padding, call.value_BGSE)).flatten(1, 2)
+        output = output.to(call.query_BHLD.dtype)
     if "weights" in outputs:
-        row_block = _row_block(matrix, score_dtype(dtype))
-        weights = call.query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
-        for rows in row_blocks(L, B * H * S, _ELEMENTS):
-            weights[:, :, rows] = row_block(rows)
+        weights = every_row(call, matrix.with_phi_applied().block)
     return Linear(output, weights)
 
 
 def weights(call: Call) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A, (B, H, R, S), in memory O(R S)."""
-    exact = score_dtype(call.query_BHLD.dtype)
     if call.past is not None:
-        new = _tokens(call, call.key_BGSD[..., :0])
-        behind = rows_behind(new, call.past, call.chunk)
-        return lambda rows: behind(rows).to(exact)
-    return _row_block(_matrix(call, _offsets(call)), exact)
-
-
-def _row_block(matrix: _Features | RisingKeys, dtype: torch.dtype) -> Callable[[slice], Tensor]:
-    """Returns a function that computes rows of A, (B, H, R, S)."""
-    matrix = matrix.with_phi_applied() if isinstance(matrix, _Features) else matrix
-
-    def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-        block: Tensor = matrix.block(rows)
-        return block.flatten(1, 2).to(dtype)
-
-    return row_block
-
-
-def _offsets(call: Call) -> list[int] | None:
-    """Returns each item's position of the first query; None if every query sees every key."""
-    (B, _, L, _), S = call.query_BHLD.shape, call.key_BGSD.shape[2]
-    return item_offsets(B, L, S, call.key_lengths_B, call.causal, call.query_offset)
+        return rows_behind(_tokens(call, call.key_BGSD[..., :0]), call.past, call.chunk)
+    return rows_by_head(call, _matrix(call, item_offsets(call)).with_phi_applied().block)
 
 
 def _matrix(call: Call, offsets: list[int] | None) -> _Features | RisingKeys:
@@ -480,28 +451,21 @@ def backward(
     if call.past is not None or grad_state is not None:
         new = _tokens(call, call.value_BGSE)
         return gradients_from(new, call.past, grad_output_BHLE, grad_state, call.chunk)
-    backward = partial(_gradients, call, _offsets(call))
-    return gradients_by_heads(
-        backward, grad_output_BHLE, call.query_BHLD, call.key_BGSD, call.value_BGSE
-    )
+    backward = partial(_gradients, offsets=item_offsets(call))
+    return gradients_by_heads(backward, call, grad_output_BHLE)
 
 
 def _gradients(
-    call: Call,
-    offsets: list[int] | None,
-    grad_BHLE: Tensor,
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
+    call: Call, grad_BHLE: Tensor, *, offsets: list[int] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value of some heads.
 
     With normalize, those of queries and keys are through those of log phi, in which the divisors of
     phi cancel.
     """
-    padding, G = padding_mask(key_BGSD.shape[2], call.key_lengths_B), key_BGSD.shape[1]
-    query, key = query_BHLD.double(), mask_padding(padding, key_BGSD.double())
-    value, v = normalize_size(mask_padding(padding, value_BGSE.double()))
+    padding, G = padding_mask(call.key_BGSD.shape[2], call.key_lengths_B), call.key_BGSD.shape[1]
+    query, key = call.query_BHLD.double(), mask_padding(padding, call.key_BGSD.double())
+    value, v = normalize_size(mask_padding(padding, call.value_BGSE.double()))
     grad, g = normalize_size(grad_BHLE.double())
     call = replace(call, query_BHLD=query, key_BGSD=key)
     divided, q, k = None, 0, 0
