@@ -52,7 +52,7 @@ def test_equal_features_of_any_size_cancel(dtype: torch.dtype, causal: bool, siz
 
 @each("dtype", [torch.float64, torch.float32])
 def test_large_late_key_does_not_change_early_rows(dtype: torch.dtype) -> None:
-    """With one shift for all keys, the early ones would underflow; their rows are recomputed."""
+    """With one shift for all keys, the early ones would underflow."""
     key = torch.full((1, 1, 6, 3), -900.0, dtype=dtype)
     key[:, :, 4:] = 50.0
     query = torch.full_like(key, -2.0)

@@ -1,9 +1,8 @@
-"""Backward passes that variants share: by score blocks, by key heads, and by features."""
+"""Backward passes that variants share: by score blocks, and by features."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.nn.functional import pad
 from qkv.attention.common.feature_sums import feature_products, transposed_feature_sums
 from qkv.attention.common.guards import holds, largest_size, occurs
 from qkv.attention.common.powers_of_2 import times_power_of_2
-from qkv.attention.common.score_blocks import Scores, score_dtype
+from qkv.attention.common.score_blocks import Scores
 from qkv.attention.common.visibility import row_blocks
 
 _SCORE_ELEMENTS = 1 << 21  # of a block; five blocks are held at once, 8 MiB each in float32
@@ -172,33 +171,6 @@ def _add_block(
         "bgkls,bgsd->bgkld", slope_BGKRS, key_BGSD[:, :, keys]
     )
     gradients["key"][:, :, keys] += torch.einsum("bgkls,bgkld->bgsd", slope_BGKRS, query)
-
-
-def gradients_by_heads(
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
-    grad_BHLE: Tensor,
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-) -> dict[str, Tensor]:
-    """Returns gradients in the scores' dtype, computed one key head at a time.
-
-    The float64 intermediates of all heads together would need many times the memory of the inputs.
-
-    Args:
-        backward: returns the gradients of query, key and value in float64, for one key head and the
-            K query heads that read it.
-    """
-    (H, G), dtype = (query_BHLD.shape[1], key_BGSD.shape[1]), score_dtype(query_BHLD.dtype)
-    query, key, value = (
-        torch.empty_like(x, dtype=dtype) for x in (query_BHLD, key_BGSD, value_BGSE)
-    )
-    for g in range(G):
-        group, heads = slice(g, g + 1), slice(g * H // G, (g + 1) * H // G)
-        query[:, heads], key[:, group], value[:, group] = backward(
-            grad_BHLE[:, heads], query_BHLD[:, heads], key_BGSD[:, group], value_BGSE[:, group]
-        )
-    return {"query": query, "key": key, "value": value}
 
 
 def gradients_by_features(

@@ -39,23 +39,6 @@ def mask_padding(padding_BS: Tensor | None, tensor_BGSX: Tensor, instead: float 
     return tensor_BGSX.masked_fill(padding_BS[:, None, :, None], instead)
 
 
-def item_offsets(
-    B: int,
-    L: int,
-    S: int,
-    key_lengths_B: Tensor | None,
-    causal: bool,
-    query_offset: int | Literal["end"],
-) -> list[int] | None:
-    """Returns each item's position of the first query; None if every query sees every key."""
-    if not causal:
-        return None
-    if query_offset != "end":
-        return [query_offset] * B
-    lengths = [S] * B if key_lengths_B is None else key_lengths_B.tolist()
-    return [length - L for length in lengths]
-
-
 def visible_keys(rows_R: Tensor, S: int, offset: int | None) -> Tensor | None:
     """Returns True for each key that the queries at these rows see, (R, S); None: all keys."""
     if offset is None:
@@ -72,26 +55,6 @@ def zero_hidden(block_BGKRS: Tensor, rows: slice, offsets: list[int] | None) -> 
         visible = visible_keys(row_R, block_BGKRS.shape[-1], offset)
         assert visible is not None
         block_BGKRS[b].masked_fill_(~visible, 0.0)
-
-
-def visible_counts(
-    B: int,
-    L: int,
-    S: int,
-    key_lengths_B: Tensor | None,
-    offsets: list[int] | None,
-    device: torch.device,
-) -> Tensor:
-    """Returns the number of keys that each query sees, (B, L)."""
-    if key_lengths_B is None:
-        key_lengths_B = torch.full((B,), S, device=device)
-    counts_BL = key_lengths_B[:, None].expand(B, L)
-    if offsets is None:
-        return counts_BL
-    # torch.tensor(offsets, device=device) would wait for the device
-    offset_B = torch.tensor(offsets).to(device, non_blocking=True)
-    row_BL = torch.arange(1, L + 1, device=device) + offset_B[:, None]
-    return torch.minimum(row_BL.clamp(min=0), counts_BL)
 
 
 def rows_to_redo(bad_BGKL: Tensor, at_once: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:

@@ -30,11 +30,13 @@ class Continued(NamedTuple):
         output_BHSE: in the dtype of the tokens.
         fields: the tensors of the state behind the tokens, by field.
         is_lost_B: as `Read` has it.
+        weights_BHSS: rows of A for the new tokens; None: they were not requested.
     """
 
     output_BHSE: Tensor
     fields: dict[str, Tensor]
     is_lost_B: Tensor | None
+    weights_BHSS: Tensor | None = None
 
     @property
     def notes(self) -> dict[str, Tensor]:

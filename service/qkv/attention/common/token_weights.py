@@ -8,14 +8,31 @@ from typing import Any
 from torch import Tensor
 
 from qkv.attention.common.recurrence import Chunks
+from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.token_inputs import Sums, TokenInputs
-from qkv.attention.common.token_state import sums_behind
+from qkv.attention.common.token_state import Continued, run_from, sums_behind
+
+
+def run_with_weights(new: TokenInputs, call: Any, outputs: frozenset[str]) -> Continued:
+    """Returns the response to a call with a state, and its weights if they are requested.
+
+    Args:
+        new: the tokens of the call.
+        call: has the fields `past`, `chunk` and `state`.
+        outputs: the names of the outputs to return.
+    """
+    found = run_from(new, call.past, call.chunk, call.state)
+    if "weights" not in outputs:
+        return found
+    rows = slice(0, new.first.shape[2])
+    return found._replace(weights_BHSS=rows_behind(new, call.past, call.chunk)(rows))
 
 
 def rows_behind(new: TokenInputs, past: Any | None, chunk: int) -> Callable[[slice], Tensor]:
-    """Returns such a function for tokens behind a state whose last column sums the weights.
+    """Returns a function that computes rows of A, (B, H, R, S), of tokens behind a state.
 
-    The other columns are not needed: `new` may have values of any width.
+    The last column of the state sums the weights. The others are not needed: `new` may have values
+    of any width.
     """
     E = new.tensors["value"].shape[3]
     if past is not None:
@@ -23,7 +40,8 @@ def rows_behind(new: TokenInputs, past: Any | None, chunk: int) -> Callable[[sli
         if past.tail_length is not None:
             cut["tail_value"] = past.tail_value[..., :E]
         past = past._replace(**cut)
-    return row_function(new, sums_behind(new, past), chunk)
+    exact, rows_of = score_dtype(new.first.dtype), row_function(new, sums_behind(new, past), chunk)
+    return lambda rows: rows_of(rows).to(exact)
 
 
 def row_function(inputs: TokenInputs, sums: Sums, chunk: int) -> Callable[[slice], Tensor]:

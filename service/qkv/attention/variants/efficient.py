@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +24,7 @@ from qkv.attention.common.feature_sums import (
     feature_sums,
     transposed_feature_sums,
 )
-from qkv.attention.common.gradients import gradients_by_heads, normalize_size, scale_back
+from qkv.attention.common.gradients import normalize_size, scale_back
 from qkv.attention.common.guards import (
     are_deferred,
     are_wide,
@@ -33,15 +33,14 @@ from qkv.attention.common.guards import (
     largest_size,
     occurs,
 )
+from qkv.attention.common.rising_keys import RISE, RisingKeys, RunningKeys
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
-    item_offsets,
     mask_padding,
     padding_mask,
     zero_hidden,
 )
-from qkv.attention.common.running_softmax import RunningSoftmax
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.score_steps import (
     channel_averages,
@@ -51,12 +50,17 @@ from qkv.attention.common.score_steps import (
     sums_before,
     zero_padding,
 )
+from qkv.attention.common.summed_calls import (
+    every_row,
+    gradients_by_heads,
+    item_offsets,
+    of_item,
+    rows_by_head,
+)
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
 from qkv.attention.common.token_gradients import gradients_from
 from qkv.attention.common.token_inputs import Chunk, Form, Sums
-from qkv.attention.common.token_state import run_from
-from qkv.attention.common.token_weights import rows_behind
-from qkv.attention.common.visibility import row_blocks
+from qkv.attention.common.token_weights import rows_behind, run_with_weights
 from qkv.attention.step import Step
 
 WEIGHTS: Final = "stochastic"
@@ -96,9 +100,7 @@ STEPS: Final = (
     ),
 )  # fmt: skip
 
-_ELEMENTS = 1 << 22  # of a block of rows of A
 _SPAN = 40.0  # range of a channel's keys up to which e^(k - m) times a value is safe in float32
-_RISE = 300.0  # rise of a channel's keys over its first up to which float64 needs one shift only
 
 
 class State(NamedTuple):
@@ -182,25 +184,6 @@ class _Features(NamedTuple):
         )
 
 
-class _RunningItems(NamedTuple):
-    """The same where early keys would underflow with one shift, item by item."""
-
-    items: list[RunningSoftmax]
-
-    def output(self, value_BGSE: Tensor) -> Tensor:
-        pairs = zip(self.items, value_BGSE.double(), strict=True)
-        return torch.stack([item.output(value_GSE) for item, value_GSE in pairs])
-
-    def block(self, rows: slice) -> Tensor:
-        return torch.stack([item.block(rows) for item in self.items])
-
-    def gradients(self, value_BGSE: Tensor, grad_BGKLE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        items = zip(self.items, value_BGSE, grad_BGKLE, strict=True)
-        each = [item.gradients(value_GSE, grad_GKLE) for item, value_GSE, grad_GKLE in items]
-        query, key, value = (torch.stack(some) for some in zip(*each, strict=True))
-        return query, key, value
-
-
 def weights_are(parameters: Any, inputs: Collection[str] = ()) -> str:
     """Returns the kind of the weights; with a state, the rows of new tokens sum to less."""
     return "unnormalised" if has_state(inputs) else "stochastic"
@@ -246,43 +229,25 @@ def attend(call: Call, outputs: frozenset[str]) -> Efficient:
 
     `outputs` are the names of the outputs to return: "output", "weights", "state".
     """
-    (B, H, L, _), S, dtype = call.query_BHLD.shape, call.key_BGSD.shape[2], call.query_BHLD.dtype
     if call.past is not None or "state" in outputs:
-        new = _tokens(call, call.value_BGSE)
-        found, weights = run_from(new, call.past, call.chunk, call.state), None
-        if "weights" in outputs:
-            weights = rows_behind(new, call.past, call.chunk)(slice(0, L)).to(score_dtype(dtype))
-        return Efficient(found.output_BHSE, weights, State(**found.fields))
-    offsets = _offsets(call)
-    output = weights = None
+        found = run_with_weights(_tokens(call, call.value_BGSE), call, outputs)
+        return Efficient(found.output_BHSE, found.weights_BHSS, State(**found.fields))
+    offsets, output, weights = item_offsets(call), None, None
     if "output" in outputs:
-        tensors = (call.query_BHLD, call.key_BGSD, call.value_BGSE, call.key_lengths_B)
-        if call.causal or dtype == torch.float64 or are_wide():
-            output = _exact_output(*tensors, offsets)
+        if call.causal or call.query_BHLD.dtype == torch.float64 or are_wide():
+            output = _exact_output(call, offsets)
         else:
-            output = _fast_output(*tensors)
+            output = _fast_output(call)
     if "weights" in outputs:
-        matrix = _matrix(call.query_BHLD, call.key_BGSD, call.key_lengths_B, offsets)
-        weights = call.query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
-        for rows in row_blocks(L, B * H * S, _ELEMENTS):
-            weights[:, :, rows] = matrix.block(rows).flatten(1, 2)
+        weights = every_row(call, _matrix(call, offsets).block)
     return Efficient(output, weights)
 
 
 def weights(call: Call) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A, (B, H, R, S), in memory O(R S)."""
-    offsets = _offsets(call)
-    matrix = _matrix(call.query_BHLD, call.key_BGSD, call.key_lengths_B, offsets)
-    exact = score_dtype(call.query_BHLD.dtype)
     if call.past is not None:
-        new = _tokens(call, call.key_BGSD[..., :0])
-        behind = rows_behind(new, call.past, call.chunk)
-        return lambda rows: behind(rows).to(exact)
-
-    def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-        return matrix.block(rows).flatten(1, 2).to(exact)
-
-    return row_block
+        return rows_behind(_tokens(call, call.key_BGSD[..., :0]), call.past, call.chunk)
+    return rows_by_head(call, _matrix(call, item_offsets(call)).block)
 
 
 def _token_features(tokens: SummedTokens, before: Sums) -> Features:
@@ -290,26 +255,21 @@ def _token_features(tokens: SummedTokens, before: Sums) -> Features:
 
     Z is the sum of e^(k - m). Sums decay where m rises: no exponent is above 0.
     """
-    (matrix, largest_XD), key_XCD = before, tokens.key_BGCD.flatten(0, 1)
+    key_XCD, total_XD = tokens.key_BGCD.flatten(0, 1), before[0][..., -1]
     if tokens.padding_BS is not None:
         is_padding_XC = tokens.padding_BS.repeat_interleave(tokens.G, 0)
         key_XCD = key_XCD.masked_fill(is_padding_XC[..., None], -torch.inf)
-    total_XD = matrix[..., -1]
-    largest_X1D = largest_XD.masked_fill(total_XD == 0, -torch.inf)[:, None]
-    running = torch.cat([largest_X1D, key_XCD.detach()], 1).cummax(1).values
-    has_none = running == -torch.inf
-    running = running.masked_fill(has_none, 0.0)
-    fall_XCD = (running[:, :-1] - running[:, 1:]).masked_fill(has_none[:, :-1], 0.0)
-    grown_XCD = (key_XCD - running[:, 1:]).exp()
-    totals = []
-    for kept_XD, grown_XD in zip(fall_XCD.exp().unbind(1), grown_XCD.unbind(1), strict=True):
+    keys, totals = RunningKeys.of(key_XCD, before), []
+    for kept_XD, grown_XD in zip(
+        keys.fall_XCD.exp().unbind(1), keys.grown_XCD.unbind(1), strict=True
+    ):
         total_XD = total_XD * kept_XD + grown_XD
         totals.append(total_XD)
     total_BGCD = torch.stack(totals, 1).unflatten(0, (-1, tokens.G))
     total_BGCD = total_BGCD.masked_fill(total_BGCD == 0, 1.0)
     return Features(
         tokens.query_BGKCD.softmax(-1) / total_BGCD[:, :, None],
-        grown_XCD.unflatten(0, (-1, tokens.G)), fall_XCD, running[:, -1],
+        keys.grown_XCD.unflatten(0, (-1, tokens.G)), keys.fall_XCD, keys.largest_XCD[:, -1],
     )  # fmt: skip
 
 
@@ -319,59 +279,38 @@ def _tokens(call: Call, value_BGSE: Tensor) -> SummedTokens:
     return SummedTokens.of(*tensors, features=_token_features, shifts=True, normalize=False)
 
 
-def _offsets(call: Call) -> list[int] | None:
-    """Returns each item's position of the first query; None if every query sees every key."""
-    (B, _, L, _), S = call.query_BHLD.shape, call.key_BGSD.shape[2]
-    return item_offsets(B, L, S, call.key_lengths_B, call.causal, call.query_offset)
-
-
-def _fast_output(
-    query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, key_lengths_B: Tensor | None
-) -> Tensor:
+def _fast_output(call: Call) -> Tensor:
     """Returns the output in float32 where every query sees every key.
 
     Items for which float32 is too narrow take `_exact_output`. Each item is judged by itself, so
     its bits do not depend on the other items.
     """
-    padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
-    query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).float()
-    average, fits = average_by_channels(query, key_BGSD.float(), value_BGSE.float(), padding)
+    query, key, value = (x.float() for x in (call.query_BHLD, call.key_BGSD, call.value_BGSE))
+    padding = padding_mask(key.shape[2], call.key_lengths_B)
+    by_key_head = query.unflatten(1, (key.shape[1], -1))
+    average, fits = average_by_channels(by_key_head, key, value, padding)
     if average is None:
-        return _exact_output(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, None)
-    output = average.flatten(1, 2).to(query_BHLD.dtype)
+        return _exact_output(call, None)
+    output = average.flatten(1, 2).to(call.query_BHLD.dtype)
     for b, fit in enumerate(fits):
         if not fit:
-            item = slice(b, b + 1)
-            lengths = None if key_lengths_B is None else key_lengths_B[item]
-            tensors = (query_BHLD[item], key_BGSD[item], value_BGSE[item], lengths)
-            output[item] = _exact_output(*tensors, None)
+            output[b : b + 1] = _exact_output(of_item(call, b), None)
     return output
 
 
-def _exact_output(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_lengths_B: Tensor | None,
-    offsets: list[int] | None,
-) -> Tensor:
+def _exact_output(call: Call, offsets: list[int] | None) -> Tensor:
     """Returns the output for finite inputs of any size."""
-    matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, offsets)
-    value = mask_padding(padding_mask(key_BGSD.shape[2], key_lengths_B), value_BGSE)
-    return _output(matrix, value).to(query_BHLD.dtype)
+    padding = padding_mask(call.key_BGSD.shape[2], call.key_lengths_B)
+    value = mask_padding(padding, call.value_BGSE)
+    return _output(_matrix(call, offsets), value).to(call.query_BHLD.dtype)
 
 
-def _matrix(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    key_lengths_B: Tensor | None,
-    offsets: list[int] | None,
-) -> _Features | _RunningItems:
+def _matrix(call: Call, offsets: list[int] | None) -> _Features | RisingKeys:
     """Returns A as factors, in float32 or float64 if keys are of similar size, else in float64."""
-    L, (_, G, S, _) = query_BHLD.shape[2], key_BGSD.shape
-    padding = padding_mask(S, key_lengths_B)
-    query = query_BHLD.unflatten(1, (G, -1)).to(score_dtype(query_BHLD.dtype))
-    key = key_BGSD.to(query.dtype)
+    L, (_, G, S, _) = call.query_BHLD.shape[2], call.key_BGSD.shape
+    padding = padding_mask(S, call.key_lengths_B)
+    query = call.query_BHLD.unflatten(1, (G, -1)).to(score_dtype(call.query_BHLD.dtype))
+    key = call.key_BGSD.to(query.dtype)
     unseen = None if padding is None else padding[:, None, :, None]
     if key.dtype == torch.float32 and (are_wide() or not _is_narrow(key, unseen)):
         query, key = query.double(), key.double()
@@ -382,10 +321,8 @@ def _matrix(
         key.div_(key.sum(2, keepdim=True))
         return _Features(query, key if unseen is None else key.masked_fill_(unseen, 0.0), None)
     query, largest_BG1D = query.softmax(-1), key.amax(2, keepdim=True)
-    if query.dtype == torch.float64 and occurs(largest_BG1D - key[:, :, :1] > _RISE):
-        return _RunningItems(
-            [RunningSoftmax.of(query[b], key[b], offset) for b, offset in enumerate(offsets)]
-        )
+    if query.dtype == torch.float64 and occurs(largest_BG1D - key[:, :, :1] > RISE):
+        return RisingKeys(call.query_BHLD, key, offsets, _token_features, normalize=False)
     if unseen is not None:
         largest_BG1D = largest_BG1D.masked_fill(largest_BG1D == -torch.inf, 0.0)
     key = (key - largest_BG1D).exp_()
@@ -422,7 +359,7 @@ def _totals(key_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
     return total
 
 
-def _output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> Tensor:
+def _output(matrix: _Features | RisingKeys, value_BGSE: Tensor) -> Tensor:
     """Returns A @ value, (B, H, L, E). The padding of `value_BGSE` is zero."""
     if are_deferred():
         return _ordinary_output(matrix, value_BGSE)
@@ -449,7 +386,7 @@ def _output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> Tensor:
     return output
 
 
-def _ordinary_output(matrix: _Features | _RunningItems, value_BGSE: Tensor) -> Tensor:
+def _ordinary_output(matrix: _Features | RisingKeys, value_BGSE: Tensor) -> Tensor:
     """Returns the result of `_output` for values that need no factor; defers the check of this."""
     assert isinstance(matrix, _Features)
     dtype = matrix.query_BGKLD.dtype
@@ -499,32 +436,26 @@ def backward(
     if call.past is not None or grad_state is not None:
         new = _tokens(call, call.value_BGSE)
         return gradients_from(new, call.past, grad_output_BHLE, grad_state, call.chunk)
-    offsets = _offsets(call)
-    backward = partial(_gradients, key_lengths_B=call.key_lengths_B, offsets=offsets)
-    return gradients_by_heads(
-        backward, grad_output_BHLE, call.query_BHLD, call.key_BGSD, call.value_BGSE
-    )
+    backward = partial(_gradients, offsets=item_offsets(call))
+    return gradients_by_heads(backward, call, grad_output_BHLE)
 
 
 def _gradients(
-    grad_BHLE: Tensor,
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    *,
-    key_lengths_B: Tensor | None,
-    offsets: list[int] | None,
+    call: Call, grad_BHLE: Tensor, *, offsets: list[int] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value."""
-    query, key = query_BHLD.double(), key_BGSD.double()
-    value, v = normalize_size(
-        mask_padding(padding_mask(key.shape[2], key_lengths_B), value_BGSE.double())
-    )
-    grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
-    matrix = _matrix(query, key, key_lengths_B, offsets)
-    slope_BGKLD, key_gradient, value_gradient = matrix.gradients(value, grad)
-    query, slope = query.softmax(-1), slope_BGKLD.flatten(1, 2)
-    query_gradient = slope.sub_((query * slope).sum(-1, keepdim=True)).mul_(query)
+    """Returns the gradients of query, key and value of some heads."""
+    query, key = call.query_BHLD.double(), call.key_BGSD.double()
+    padding = padding_mask(key.shape[2], call.key_lengths_B)
+    value, v = normalize_size(mask_padding(padding, call.value_BGSE.double()))
+    grad, g = normalize_size(grad_BHLE.double())
+    matrix = _matrix(replace(call, query_BHLD=query, key_BGSD=key), offsets)
+    if isinstance(matrix, RisingKeys):
+        query_gradient, key_gradient, value_gradient = matrix.gradients(value, grad)
+    else:
+        by_head = grad.unflatten(1, (key.shape[1], -1))
+        slope, key_gradient, value_gradient = matrix.gradients(value, by_head)
+        query, slope = query.softmax(-1), slope.flatten(1, 2)
+        query_gradient = slope.sub_((query * slope).sum(-1, keepdim=True)).mul_(query)
     return (
         scale_back(query_gradient, g + v),
         scale_back(key_gradient, g + v),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple
@@ -21,12 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention.common.feature_sums import Phi, SharedSums, apply_state, feature_sums
-from qkv.attention.common.gradients import (
-    gradients_by_features,
-    gradients_by_heads,
-    normalize_size,
-    scale_back,
-)
+from qkv.attention.common.gradients import gradients_by_features, normalize_size, scale_back
 from qkv.attention.common.guards import (
     Number,
     are_deferred,
@@ -35,14 +30,12 @@ from qkv.attention.common.guards import (
     holds,
     largest_size,
 )
+from qkv.attention.common.rising_keys import RISE, RisingKeys, RunningKeys
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
-    item_offsets,
     mask_padding,
     padding_mask,
-    rows_to_redo,
-    visible_keys,
     zero_hidden,
 )
 from qkv.attention.common.score_blocks import score_dtype
@@ -54,12 +47,16 @@ from qkv.attention.common.score_steps import (
     sums_before,
     zero_padding,
 )
+from qkv.attention.common.summed_calls import (
+    every_row,
+    gradients_by_heads,
+    item_offsets,
+    rows_by_head,
+)
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
 from qkv.attention.common.token_gradients import gradients_from
 from qkv.attention.common.token_inputs import Chunk, Form, Sums
-from qkv.attention.common.token_state import run_from
-from qkv.attention.common.token_weights import rows_behind
-from qkv.attention.common.visibility import row_blocks
+from qkv.attention.common.token_weights import rows_behind, run_with_weights
 from qkv.attention.step import Step
 
 WEIGHTS: Final = "stochastic; unnormalised if normalize is false"
@@ -109,7 +106,6 @@ STEPS: Final = (
     ),
 )  # fmt: skip
 
-_ELEMENTS = 1 << 22  # of a block of rows of A, and of the sums of features for it
 _NORMAL = 1e-31  # products above it, and their sums, have the usual relative rounding error
 _FAINT = 1e-7  # above it, float32 has its usual rounding error for values of 2**-110 and more
 _TINY = 1e-250  # a row sum below it may have lost its smaller terms
@@ -143,43 +139,26 @@ class Linear(NamedTuple):
 class _Features(NamedTuple):
     """Features phi of queries and keys, or queries and keys and the function phi.
 
+    With causal, the keys of no channel rise further than `RISE`: in float64, no row underflows.
+
     Attributes:
-        query_BGKLD: those of the queries, each row divided by e^shift of the row.
-        key_BGSD: those of the keys, divided by e^shift of their head; zero for padding.
+        query_BGKLD: those of the queries. Each channel is multiplied by the largest of its keys,
+            and each row divided by e^shift.
+        key_BGSD: those of the keys, divided by the largest of their channel; zero for padding.
         phi: the function to apply to both; None: they are features.
-        shift_BGKL1: the sum of the shifts of row and head; None: no shifts.
-        logs: log phi of both where sums of products may underflow; otherwise None.
-        least: a lower bound of the products of both, except padding; None if there are logs.
+        shift_BGKL1: the logarithm of the largest product of a row; None: all are as phi gives them.
+        least: a lower bound of the products of both, except padding; None if there are shifts.
+        offsets: each item's position of the first query; None if every query sees every key.
+        normalize: rows are divided by their sum.
     """
 
     query_BGKLD: Tensor
     key_BGSD: Tensor
     phi: Phi | None
     shift_BGKL1: Tensor | None
-    logs: tuple[Tensor, Tensor] | None
     least: Number | None
-
-    @classmethod
-    def of(cls, query_BHLD: Tensor, key_BGSD: Tensor, padding_BS: Tensor | None) -> _Features:
-        """Returns the features in float32 or float64 if phi is of ordinary size.
-
-        Otherwise they are in float64, from the logarithm of phi. elu(x) + 1 is never computed: in
-        float32 it is exactly 0 below x = -30.
-        """
-        compute = torch.float64 if are_wide() else score_dtype(query_BHLD.dtype)
-        query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).to(compute)
-        key = mask_padding(padding_BS, key_BGSD.to(compute))
-        if (least := _least_product(query, key)) is not None:
-            return cls(query, mask_padding(padding_BS, key, -torch.inf), _phi, None, None, least)
-        logs = (
-            _log_phi(query.double()),
-            mask_padding(padding_BS, _log_phi(key.double()), -torch.inf),
-        )
-        query_shift = logs[0].amax(-1, keepdim=True)
-        key_shift = logs[1].amax((-1, -2), keepdim=True)
-        key_shift = key_shift.masked_fill(key_shift == -torch.inf, 0.0)  # a head of padding alone
-        query, key = (logs[0] - query_shift).exp(), (logs[1] - key_shift).exp()
-        return cls(query, key, None, query_shift + key_shift[:, :, None], logs, None)
+    offsets: list[int] | None
+    normalize: bool
 
     def with_phi_applied(self) -> _Features:
         """Returns the same with phi applied."""
@@ -188,6 +167,31 @@ class _Features(NamedTuple):
         return self._replace(
             query_BGKLD=self.phi(self.query_BGKLD), key_BGSD=self.phi(self.key_BGSD), phi=None
         )
+
+    def wide(self) -> _Features:
+        """Returns the same in float64."""
+        return self._replace(query_BGKLD=self.query_BGKLD.double(), key_BGSD=self.key_BGSD.double())
+
+    def output(self, value_BGSE: Tensor) -> Tensor:
+        """Returns A @ value, (B, G, K, L, E). The padding of `value_BGSE` is zero."""
+        query, key = self.query_BGKLD, self.key_BGSD
+        return self.average(*feature_sums(query, key, value_BGSE, self.offsets, self.phi))
+
+    def average(self, output_BGKLE: Tensor, total_BGKL1: Tensor) -> Tensor:
+        """Returns A @ value from the sums of products with values, and of products."""
+        if self.normalize:
+            least = torch.finfo(total_BGKL1.dtype).tiny  # rows without keys are 0
+            return output_BGKLE.div_(total_BGKL1.clamp(min=least))
+        return output_BGKLE if self.shift_BGKL1 is None else output_BGKLE * self.shift_BGKL1.exp()
+
+    def block(self, rows: slice) -> Tensor:
+        """Returns rows of A, (B, G, K, R, S), if phi is applied."""
+        block = torch.einsum("bgkld,bgsd->bgkls", self.query_BGKLD[:, :, :, rows], self.key_BGSD)
+        zero_hidden(block, rows, self.offsets)
+        if self.normalize:
+            total = block.sum(-1, keepdim=True)
+            return block / total.masked_fill(total == 0, 1.0)
+        return block if self.shift_BGKL1 is None else block * self.shift_BGKL1[:, :, :, rows].exp()
 
 
 def weights_are(parameters: Any, inputs: Collection[str] = ()) -> str:
@@ -236,51 +240,71 @@ def attend(call: Call, outputs: frozenset[str]) -> Linear:
 
     `outputs` are the names of the outputs to return: "output", "weights", "state".
     """
-    (B, H, L, _), S, dtype = call.query_BHLD.shape, call.key_BGSD.shape[2], call.query_BHLD.dtype
     if call.past is not None or "state" in outputs:
-        new = _tokens(call, call.value_BGSE)
-        found, weights = run_from(new, call.past, call.chunk, call.state), None
-        if "weights" in outputs:
-            weights = rows_behind(new, call.past, call.chunk)(slice(0, L)).to(score_dtype(dtype))
-        return Linear(found.output_BHSE, weights, State(**found.fields), found.notes)
-    padding = padding_mask(S, call.key_lengths_B)
-    features = _Features.of(call.query_BHLD, call.key_BGSD, padding)
-    offsets = _offsets(call)
-    output = weights = None
+        found = run_with_weights(_tokens(call, call.value_BGSE), call, outputs)
+        return Linear(found.output_BHSE, found.weights_BHSS, State(**found.fields), found.notes)
+    matrix, output, weights = _matrix(call, item_offsets(call)), None, None
     if "output" in outputs:
-        output = _output(features, call.value_BGSE, padding, offsets, call.normalize).to(dtype)
+        padding = padding_mask(call.key_BGSD.shape[2], call.key_lengths_B)
+        output = _output(matrix, mask_padding(padding, call.value_BGSE)).flatten(1, 2)
+        output = output.to(call.query_BHLD.dtype)
     if "weights" in outputs:
-        weights, features = (
-            call.query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype)),
-            features.with_phi_applied(),
-        )
-        for rows in row_blocks(L, B * H * S, _ELEMENTS):
-            weights[:, :, rows] = _block(features, rows, offsets, call.normalize)
+        weights = every_row(call, matrix.with_phi_applied().block)
     return Linear(output, weights)
 
 
 def weights(call: Call) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A, (B, H, R, S), in memory O(R S)."""
-    S = call.key_BGSD.shape[2]
-    exact = score_dtype(call.query_BHLD.dtype)
     if call.past is not None:
-        new = _tokens(call, call.key_BGSD[..., :0])
-        behind = rows_behind(new, call.past, call.chunk)
-        return lambda rows: behind(rows).to(exact)
-    features = _Features.of(call.query_BHLD, call.key_BGSD, padding_mask(S, call.key_lengths_B))
-    features = features.with_phi_applied()
-    offsets = _offsets(call)
-
-    def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-        return _block(features, rows, offsets, call.normalize).to(exact)
-
-    return row_block
+        return rows_behind(_tokens(call, call.key_BGSD[..., :0]), call.past, call.chunk)
+    return rows_by_head(call, _matrix(call, item_offsets(call)).with_phi_applied().block)
 
 
-def _offsets(call: Call) -> list[int] | None:
-    """Returns each item's position of the first query; None if every query sees every key."""
-    (B, _, L, _), S = call.query_BHLD.shape, call.key_BGSD.shape[2]
-    return item_offsets(B, L, S, call.key_lengths_B, call.causal, call.query_offset)
+def _matrix(call: Call, offsets: list[int] | None) -> _Features | RisingKeys:
+    """Returns A as factors: features in float32 or float64 if phi is of ordinary size.
+
+    Otherwise they are in float64, from the logarithm of phi. elu(x) + 1 is never computed: in
+    float32 it is exactly 0 below x = -30.
+    """
+    G, S = call.key_BGSD.shape[1:3]
+    compute = torch.float64 if are_wide() else score_dtype(call.query_BHLD.dtype)
+    padding = padding_mask(S, call.key_lengths_B)
+    query = call.query_BHLD.unflatten(1, (G, -1)).to(compute)
+    key = mask_padding(padding, call.key_BGSD.to(compute))
+    least = _least_product(query, key)
+    key = mask_padding(padding, key, -torch.inf)
+    if least is not None:
+        return _Features(query, key, _phi, None, least, offsets, call.normalize)
+    key_log = _log_phi(key.double())
+    largest_BG1D = key_log.amax(2, keepdim=True)
+    if call.normalize and offsets is not None and (largest_BG1D - key_log[:, :, :1] > RISE).any():
+        return RisingKeys(call.query_BHLD, key.double(), offsets, _rising_features, normalize=True)
+    largest_BG1D = largest_BG1D.masked_fill(largest_BG1D == -torch.inf, 0.0)  # padding alone
+    query, shift = _over_largest(_log_phi(query.double()), largest_BG1D[:, :, None])
+    key = (key_log - largest_BG1D).exp()
+    return _Features(query, key, None, shift, None, offsets, call.normalize)
+
+
+def _rising_features(tokens: SummedTokens, before: Sums) -> Features:
+    """Returns phi of keys, divided by the largest of a channel up to each token, and of queries."""
+    keys = RunningKeys.of(_log_phi(tokens.key_BGCD.flatten(0, 1)), before)
+    grown, largest = (x.unflatten(0, (-1, tokens.G)) for x in (keys.grown_XCD, keys.largest_XCD))
+    query, _ = _over_largest(_log_phi(tokens.query_BGKCD), largest[:, :, None])
+    return Features(query, grown, keys.fall_XCD, keys.largest_XCD[:, -1])
+
+
+def _over_largest(query_XLD: Tensor, key_XLD: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns e^(q + k) of two logarithms over the largest of the row, and the log of the latter.
+
+    It is a constant for the gradient, because rows are divided by their sum. Each logarithm is
+    subtracted by itself: the sum of two would have the rounding error of its size.
+    """
+    key_XLD = key_XLD.expand_as(query_XLD)
+    top = key_XLD.amax(-1, keepdim=True)  # without it, the sum of two may overflow
+    place = (query_XLD + (key_XLD - top)).argmax(-1, keepdim=True)
+    query_XL1, key_XL1 = query_XLD.detach().gather(-1, place), key_XLD.gather(-1, place)
+    product = (query_XLD - query_XL1) + (key_XLD - key_XL1)
+    return product.clamp(max=1.0).exp(), query_XL1 + key_XL1  # above 0 by rounding alone
 
 
 def _token_features(tokens: SummedTokens, _before: Sums) -> Features:
@@ -337,99 +361,32 @@ def _log_phi(x: Tensor) -> Tensor:
     return torch.where(x > 0, x.clamp(min=0).log1p(), x)
 
 
-def _output(
-    features: _Features,
-    value_BGSE: Tensor,
-    padding_BS: Tensor | None,
-    offsets: list[int] | None,
-    normalize: bool,
-) -> Tensor:
-    """Returns A @ value, (B, H, L, E), by sums that queries share."""
-    value = mask_padding(padding_BS, value_BGSE.to(features.key_BGSD.dtype))
-    query, key, phi = features.query_BGKLD, features.key_BGSD, features.phi
-    if _is_faint(features, value):
-        query, key, value = query.double(), key.double(), value.double()
-    narrow, largest, room = value.dtype == torch.float32, 0.0, 1.0
-    sums = SharedSums.of(key, value, phi) if narrow and offsets is None else None
-    # up to 1e25, queries of up to 1e6 have room
-    if sums is None or not holds(largest_size(sums.values_BGEF) <= 1e25):
-        sums, size = None, largest_size(value)
-        if not holds(size <= (1e15 if narrow else 1e150)):
-            query, key, value = query.double(), key.double(), value.double()
-            if (largest := float(size)) > 1e150:
-                room = 2.0 ** (np.frexp(largest)[1] - 500)
-                value = value / room
-    output, total = (
-        feature_sums(query, key, value, offsets, phi)
-        if sums is None
-        else apply_state(query, sums, phi)
-    )
-    if normalize:
-        output.div_(total.clamp(min=torch.finfo(total.dtype).tiny))  # 0 for rows without keys
-        if features.logs is not None:
-            _redo(output, total, features.logs, value, offsets)
-        if room != 1.0:  # also a rounded average is no larger than the values
-            output = output.clamp(-largest / room, largest / room)
-    elif features.shift_BGKL1 is not None:
-        output = output * features.shift_BGKL1.exp()
-    return (output if room == 1.0 else output * room).flatten(1, 2)
+def _output(matrix: _Features | RisingKeys, value_BGSE: Tensor) -> Tensor:
+    """Returns A @ value, (B, G, K, L, E), by sums that queries share.
 
-
-def _redo(
-    output_BGKLE: Tensor,
-    total_BGKL1: Tensor,
-    logs: tuple[Tensor, Tensor],
-    value_BGSE: Tensor,
-    offsets: list[int] | None,
-) -> None:
-    """Recomputes rows whose sum has underflowed, from the logarithms of their weights."""
-    query, key = logs
-    for (b, g, k), rows in rows_to_redo(
-        total_BGKL1[..., 0] < _TINY, _ELEMENTS // key[0, 0].numel()
-    ):
-        seen = visible_keys(rows, key.shape[2], None if offsets is None else offsets[b])
-        weights_RS = _from_logs(query[b, g, k, rows], key[b, g], seen)
-        output_BGKLE[b, g, k, rows] = weights_RS @ value_BGSE[b, g]
-
-
-def _from_logs(query_RD: Tensor, key_SD: Tensor, seen_RS: Tensor | None) -> Tensor:
-    """Returns normalised rows of A, (R, S); a row that sees nothing is zero."""
-    sums_RS = _terms(query_RD, key_SD, seen_RS).sum(-1)
-    total_R1 = sums_RS.sum(-1, keepdim=True)
-    return sums_RS / total_R1.masked_fill(total_R1 == 0, 1.0)
-
-
-def _terms(query_RD: Tensor, key_SD: Tensor, seen_RS: Tensor | None) -> Tensor:
-    """Returns the terms of rows of A, (R, S, D), each row divided by its largest.
-
-    Terms of keys that a row does not see are zero.
+    The padding of `value_BGSE` is zero.
     """
-    logs_RSD = query_RD[:, None] + key_SD
-    if seen_RS is not None:
-        logs_RSD = logs_RSD.masked_fill(~seen_RS[..., None], -torch.inf)
-    largest_R11 = logs_RSD.amax((1, 2), keepdim=True)
-    largest_R11 = largest_R11.masked_fill(largest_R11 == -torch.inf, 0.0)
-    return (logs_RSD - largest_R11).exp()
-
-
-def _block(features: _Features, rows: slice, offsets: list[int] | None, normalize: bool) -> Tensor:
-    """Returns rows of A, (B, H, R, S)."""
-    query = features.query_BGKLD[:, :, :, rows]
-    block = torch.einsum("bgkld,bgsd->bgkls", query, features.key_BGSD)
-    S, row_R = block.shape[-1], torch.arange(rows.start, rows.stop, device=block.device)
-    zero_hidden(block, rows, offsets)
-    if not normalize:
-        if features.shift_BGKL1 is not None:
-            block = block * features.shift_BGKL1[:, :, :, rows].exp()
-        return block.flatten(1, 2)
-    total = block.sum(-1, keepdim=True)
-    block = block / total.masked_fill(total == 0, 1.0)
-    if features.logs is not None:
-        query, key = features.logs
-        for (b, g, k), some in rows_to_redo(total[..., 0] < _TINY, _ELEMENTS // key[0, 0].numel()):
-            seen = visible_keys(row_R[some], S, None if offsets is None else offsets[b])
-            block[b, g, k, some] = _from_logs(query[b, g, k, row_R[some]], key[b, g], seen)
-    return block.flatten(1, 2)
+    value = value_BGSE.to(matrix.key_BGSD.dtype)
+    if isinstance(matrix, _Features):
+        if _is_faint(matrix, value):
+            matrix, value = matrix.wide(), value.double()
+        if matrix.offsets is None and value.dtype == torch.float32:
+            sums = SharedSums.of(matrix.key_BGSD, value, matrix.phi)
+            # up to 1e25, queries of up to 1e6 have room
+            if holds(largest_size(sums.values_BGEF) <= 1e25):
+                return matrix.average(*apply_state(matrix.query_BGKLD, sums, matrix.phi))
+    size, room = largest_size(value), 1.0
+    if not holds(size <= (1e15 if value.dtype == torch.float32 else 1e150)):
+        matrix, value = matrix.wide(), value.double()
+        if (largest := float(size)) > 1e150:
+            room = 2.0 ** (np.frexp(largest)[1] - 500)
+            value = value / room
+    output = matrix.output(value)
+    if room == 1.0:
+        return output
+    if matrix.normalize:  # also a rounded average is no larger than the values
+        output = output.clamp(-largest / room, largest / room)
+    return output * room
 
 
 def steps(call: Call) -> dict[str, Tensor]:
@@ -499,98 +456,45 @@ def backward(
     if call.past is not None or grad_state is not None:
         new = _tokens(call, call.value_BGSE)
         return gradients_from(new, call.past, grad_output_BHLE, grad_state, call.chunk)
-    backward = partial(
-        _gradients if call.normalize else _gradients_of_sums,
-        padding_BS=padding_mask(call.key_BGSD.shape[2], call.key_lengths_B),
-        offsets=_offsets(call),
-    )
-    return gradients_by_heads(
-        backward, grad_output_BHLE, call.query_BHLD, call.key_BGSD, call.value_BGSE
-    )
+    backward = partial(_gradients, offsets=item_offsets(call))
+    return gradients_by_heads(backward, call, grad_output_BHLE)
 
 
 def _gradients(
-    grad_BHLE: Tensor,
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    *,
-    padding_BS: Tensor | None,
-    offsets: list[int] | None,
+    call: Call, grad_BHLE: Tensor, *, offsets: list[int] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value, through those of log phi.
+    """Returns the gradients of query, key and value of some heads.
 
-    The divisors of phi cancel in the gradients of log phi.
+    With normalize, those of queries and keys are through those of log phi, in which the divisors of
+    phi cancel.
     """
-    query, key = query_BHLD.double(), mask_padding(padding_BS, key_BGSD.double())
-    value, v = normalize_size(mask_padding(padding_BS, value_BGSE.double()))
-    grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
-    features = _Features.of(query, key, padding_BS).with_phi_applied()
-    output, total = feature_sums(features.query_BGKLD, features.key_BGSD, value, offsets)
-    lost = total == 0 if features.logs is None else total < _TINY
-    divided = (output, total.masked_fill(lost, torch.inf))
-    gradients = gradients_by_features(
-        features.query_BGKLD, features.key_BGSD, value, grad, divided, offsets
+    padding, G = padding_mask(call.key_BGSD.shape[2], call.key_lengths_B), call.key_BGSD.shape[1]
+    query, key = call.query_BHLD.double(), mask_padding(padding, call.key_BGSD.double())
+    value, v = normalize_size(mask_padding(padding, call.value_BGSE.double()))
+    grad, g = normalize_size(grad_BHLE.double())
+    call = replace(call, query_BHLD=query, key_BGSD=key)
+    divided, q, k = None, 0, 0
+    if not call.normalize:
+        query_phi, q = normalize_size(_phi(query).unflatten(1, (G, -1)))
+        key_phi, k = normalize_size(mask_padding(padding, _phi(key)))
+    elif isinstance(matrix := _matrix(call, offsets), RisingKeys):
+        query_grad, key_grad, value_grad = matrix.gradients(value, grad)
+        return scale_back(query_grad, g + v), scale_back(key_grad, g + v), scale_back(value_grad, g)
+    else:
+        query_phi, key_phi, *_ = matrix.with_phi_applied()
+        output, total = feature_sums(query_phi, key_phi, value, offsets)
+        divided = output, total.masked_fill(total == 0, torch.inf)
+    query_grad, key_grad, value_grad = gradients_by_features(
+        query_phi, key_phi, value, grad.unflatten(1, (G, -1)), divided, offsets
     )
-    query_grad, key_grad, value_grad = gradients
-    query_grad.mul_(features.query_BGKLD)
-    key_grad.mul_(features.key_BGSD)
-    if features.logs is not None:
-        _add_lost(gradients, lost[..., 0], features.logs, value, grad, offsets)
-    key_grad.div_(key.clamp(min=0).add_(1.0))
-    query_grad = query_grad.flatten(1, 2).div_(query.clamp(min=0).add_(1.0))
-    return scale_back(query_grad, g + v), scale_back(key_grad, g + v), scale_back(value_grad, g)
-
-
-def _add_lost(
-    gradients: tuple[Tensor, Tensor, Tensor],
-    lost_BGKL: Tensor,
-    logs: tuple[Tensor, Tensor],
-    value_BGSE: Tensor,
-    grad_BGKLE: Tensor,
-    offsets: list[int] | None,
-) -> None:
-    """Adds the gradients of rows whose sum has underflowed.
-
-    From the logarithms, A is a softmax over all pairs of a key and a feature.
-    """
-    query, key = logs
-    for (b, g, k), rows in rows_to_redo(lost_BGKL, _ELEMENTS // key[0, 0].numel()):
-        seen = visible_keys(rows, key.shape[2], None if offsets is None else offsets[b])
-        share_RSD = _terms(query[b, g, k, rows], key[b, g], seen)
-        total_R11 = share_RSD.sum((1, 2), keepdim=True)
-        share_RSD /= total_R11.masked_fill_(total_R11 == 0, 1.0)
-        share_RS, grad_RE = share_RSD.sum(-1), grad_BGKLE[b, g, k, rows]
-        slope_RS = grad_RE @ value_BGSE[b, g].mT
-        slope_RS -= (slope_RS * share_RS).sum(-1, keepdim=True)
-        slope_RSD = share_RSD.mul_(slope_RS[..., None])
-        gradients[0][b, g, k, rows] += slope_RSD.sum(1)
-        gradients[1][b, g] += slope_RSD.sum(0)
-        gradients[2][b, g] += share_RS.mT @ grad_RE
-
-
-def _gradients_of_sums(
-    grad_BHLE: Tensor,
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    *,
-    padding_BS: Tensor | None,
-    offsets: list[int] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value if rows are not divided by their sum."""
-    query, key = query_BHLD.double(), mask_padding(padding_BS, key_BGSD.double())
-    value, v = normalize_size(mask_padding(padding_BS, value_BGSE.double()))
-    grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
-    query_phi, q = normalize_size(_phi(query).unflatten(1, (key.shape[1], -1)))
-    key_phi, k = normalize_size(mask_padding(padding_BS, _phi(key)))
-    query_gradient, key_gradient, value_gradient = gradients_by_features(
-        query_phi, key_phi, value, grad, None, offsets
-    )
-    query_gradient = query_gradient.flatten(1, 2).mul_(query.clamp(max=0).exp_())
-    key_gradient = mask_padding(padding_BS, key_gradient).mul(key.clamp(max=0).exp_())
+    if call.normalize:
+        query_grad = query_grad.mul_(query_phi).flatten(1, 2).div_(query.clamp(min=0).add_(1.0))
+        key_grad = key_grad.mul_(key_phi).div_(key.clamp(min=0).add_(1.0))
+    else:
+        query_grad = query_grad.flatten(1, 2).mul_(query.clamp(max=0).exp_())
+        key_grad = mask_padding(padding, key_grad).mul(key.clamp(max=0).exp_())
     return (
-        scale_back(query_gradient, g + v + k),
-        scale_back(key_gradient, g + v + q),
-        scale_back(value_gradient, g + q + k),
+        scale_back(query_grad, g + v + k),
+        scale_back(key_grad, g + v + q),
+        scale_back(value_grad, g + q + k),
     )

@@ -25,8 +25,7 @@ from qkv.attention.common.score_steps import seen_keys, sums_before, zero_paddin
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
 from qkv.attention.common.token_gradients import gradients_from
 from qkv.attention.common.token_inputs import Chunk, Form, Sums
-from qkv.attention.common.token_state import run_from
-from qkv.attention.common.token_weights import rows_behind
+from qkv.attention.common.token_weights import rows_behind, run_with_weights
 from qkv.attention.common.visibility import row_blocks
 from qkv.attention.step import Step
 
@@ -157,12 +156,8 @@ def attend(call: Call, outputs: frozenset[str]) -> Mean:
     value, lengths_B, weights = call.value_BHSE, call.key_lengths_B, None
     exact = score_dtype(value.dtype)
     if call.past is not None or "state" in outputs:
-        new = _tokens(call, value)
-        found = run_from(new, call.past, call.chunk, call.state)
-        if "weights" in outputs:
-            rows = slice(0, value.shape[2])
-            weights = rows_behind(new, call.past, call.chunk)(rows).to(exact)
-        return Mean(found.output_BHSE, weights, State(**found.fields))
+        found = run_with_weights(_tokens(call, value), call, outputs)
+        return Mean(found.output_BHSE, found.weights_BHSS, State(**found.fields))
     if "weights" in outputs:
         B, H, S, _ = value.shape
         weights, every_B = value.new_empty(B, H, S, S, dtype=exact), _lengths(value, lengths_B)
@@ -192,8 +187,7 @@ def weights(call: Call) -> Callable[[slice], Tensor]:
     B, H, S, _ = call.value_BHSE.shape
     exact = score_dtype(call.value_BHSE.dtype)
     if call.past is not None:
-        behind = rows_behind(_tokens(call, call.value_BHSE[..., :0]), call.past, call.chunk)
-        return lambda rows: behind(rows).to(exact)
+        return rows_behind(_tokens(call, call.value_BHSE[..., :0]), call.past, call.chunk)
     lengths_B = _lengths(call.value_BHSE, call.key_lengths_B)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:

@@ -9,7 +9,7 @@ query; O(L + S) memory unless weights are requested.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -21,26 +21,18 @@ from torch.nn.functional import pad
 
 from qkv.attention.common.cosine_sums import average_by_cosines
 from qkv.attention.common.feature_sums import feature_sums
-from qkv.attention.common.gradients import (
-    gradients_by_features,
-    gradients_by_heads,
-    normalize_size,
-    scale_back,
-)
+from qkv.attention.common.gradients import gradients_by_features, normalize_size, scale_back
 from qkv.attention.common.guards import are_wide, bounds, holds, is_finite, occurs
 from qkv.attention.common.powers_of_2 import split_exponents
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
-    item_offsets,
     mask_padding,
     padding_mask,
     rows_to_redo,
-    visible_counts,
     visible_keys,
     zero_hidden,
 )
-from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.score_steps import (
     input_steps,
     per_query_head,
@@ -48,12 +40,18 @@ from qkv.attention.common.score_steps import (
     sums_before,
     zero_padding,
 )
+from qkv.attention.common.summed_calls import (
+    every_row,
+    gradients_by_heads,
+    item_offsets,
+    of_item,
+    rows_by_head,
+    visible_counts,
+)
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
 from qkv.attention.common.token_gradients import gradients_from
 from qkv.attention.common.token_inputs import Chunk, Form, Sums
-from qkv.attention.common.token_state import run_from
-from qkv.attention.common.token_weights import rows_behind
-from qkv.attention.common.visibility import row_blocks
+from qkv.attention.common.token_weights import rows_behind, run_with_weights
 from qkv.attention.step import Step
 
 WEIGHTS: Final = "stochastic"
@@ -145,19 +143,12 @@ class _Features(NamedTuple):
     counts_BL: Tensor
 
     @classmethod
-    def of(
-        cls,
-        query_BHLD: Tensor,
-        key_BGSD: Tensor,
-        key_lengths_B: Tensor | None,
-        offsets: list[int] | None,
-    ) -> _Features:
-        (B, _, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
-        padding = padding_mask(S, key_lengths_B)
-        counts = visible_counts(B, L, S, key_lengths_B, offsets, query_BHLD.device)
-        query = pad(_direction(query_BHLD.unflatten(1, (G, -1))), (1, 0), value=1.0)
-        key = pad(_direction(mask_padding(padding, key_BGSD)), (1, 0), value=1.0)
-        return cls(query, mask_padding(padding, key), offsets, counts)
+    def of(cls, call: Call, offsets: list[int] | None) -> _Features:
+        (_, G, S, _), lengths_B = call.key_BGSD.shape, call.key_lengths_B
+        padding, counts_BL = padding_mask(S, lengths_B), visible_counts(call, offsets)
+        query = pad(_direction(call.query_BHLD.unflatten(1, (G, -1))), (1, 0), value=1.0)
+        key = pad(_direction(mask_padding(padding, call.key_BGSD)), (1, 0), value=1.0)
+        return cls(query, mask_padding(padding, key), offsets, counts_BL)
 
     def cancelled(self, total_BGKR: Tensor, rows: slice) -> Tensor:
         """Returns True for each row whose sum has cancelled."""
@@ -241,41 +232,23 @@ def attend(call: Call, outputs: frozenset[str]) -> Taylor:
 
     `outputs` are the names of the outputs to return: "output", "weights", "state".
     """
-    (B, H, L, _), S, dtype = call.query_BHLD.shape, call.key_BGSD.shape[2], call.query_BHLD.dtype
     if call.past is not None or "state" in outputs:
-        new = _tokens(call, call.value_BGSE)
-        found, weights = run_from(new, call.past, call.chunk, call.state), None
-        if "weights" in outputs:
-            weights = rows_behind(new, call.past, call.chunk)(slice(0, L)).to(score_dtype(dtype))
-        return Taylor(found.output_BHSE, weights, State(**found.fields), found.notes)
-    offsets = _offsets(call)
-    output = weights = None
+        found = run_with_weights(_tokens(call, call.value_BGSE), call, outputs)
+        return Taylor(found.output_BHSE, found.weights_BHSS, State(**found.fields), found.notes)
+    offsets, output, weights = item_offsets(call), None, None
     if "output" in outputs:
-        compute = _exact_output if dtype == torch.float64 or are_wide() else _fast_output
-        tensors = (call.query_BHLD, call.key_BGSD, call.value_BGSE, call.key_lengths_B)
-        output = compute(*tensors, offsets)
+        is_exact = call.query_BHLD.dtype == torch.float64 or are_wide()
+        output = (_exact_output if is_exact else _fast_output)(call, offsets)
     if "weights" in outputs:
-        features = _Features.of(call.query_BHLD, call.key_BGSD, call.key_lengths_B, offsets)
-        weights = call.query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
-        for rows in row_blocks(L, B * H * S, _ELEMENTS):
-            weights[:, :, rows] = _block(features, rows)
+        weights = every_row(call, partial(_block, _Features.of(call, offsets)))
     return Taylor(output, weights)
 
 
 def weights(call: Call) -> Callable[[slice], Tensor]:
     """Returns a function that computes rows of A, (B, H, R, S), in memory O(R S)."""
-    offsets = _offsets(call)
-    features = _Features.of(call.query_BHLD, call.key_BGSD, call.key_lengths_B, offsets)
-    exact = score_dtype(call.query_BHLD.dtype)
     if call.past is not None:
-        new = _tokens(call, call.key_BGSD[..., :0])
-        behind = rows_behind(new, call.past, call.chunk)
-        return lambda rows: behind(rows).to(exact)
-
-    def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-        return _block(features, rows).to(exact)
-
-    return row_block
+        return rows_behind(_tokens(call, call.key_BGSD[..., :0]), call.past, call.chunk)
+    return rows_by_head(call, partial(_block, _Features.of(call, item_offsets(call))))
 
 
 def _token_features(tokens: SummedTokens, before: Sums) -> Features:
@@ -296,32 +269,20 @@ def _tokens(call: Call, value_BGSE: Tensor) -> SummedTokens:
     return SummedTokens.of(*tensors, features=_token_features, more=1)
 
 
-def _offsets(call: Call) -> list[int] | None:
-    """Returns each item's position of the first query; None if every query sees every key."""
-    (B, _, L, _), S = call.query_BHLD.shape, call.key_BGSD.shape[2]
-    return item_offsets(B, L, S, call.key_lengths_B, call.causal, call.query_offset)
-
-
-def _fast_output(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_lengths_B: Tensor | None,
-    offsets: list[int] | None,
-) -> Tensor:
+def _fast_output(call: Call, offsets: list[int] | None) -> Tensor:
     """Returns the output in float32, except for items that need `_exact_output`.
 
     These are items with a row whose denominator d is below n / 8, because a sum of n terms rounded
     by eps has a relative error of eps n / d, and items with a sum that overflowed. Each item is
     judged by itself, so its bits do not depend on the other items.
     """
-    (B, _, L, _), (_, G, S, _), dtype = query_BHLD.shape, key_BGSD.shape, query_BHLD.dtype
-    padding = padding_mask(S, key_lengths_B)
-    counts_BL = visible_counts(B, L, S, key_lengths_B, offsets, query_BHLD.device).float()
+    (G, S), dtype = call.key_BGSD.shape[1:3], call.query_BHLD.dtype
+    padding = padding_mask(S, call.key_lengths_B)
+    counts_BL = visible_counts(call, offsets).float()
     output, total = average_by_cosines(
-        query_BHLD.unflatten(1, (G, -1)),
-        mask_padding(padding, key_BGSD),
-        mask_padding(padding, value_BGSE).float(),
+        call.query_BHLD.unflatten(1, (G, -1)),
+        mask_padding(padding, call.key_BGSD),
+        mask_padding(padding, call.value_BGSE).float(),
         counts_BL,
         offsets,
     )
@@ -333,25 +294,16 @@ def _fast_output(
     output = output.flatten(1, 2).to(dtype)
     for b in torch.where(~fits_B)[0].tolist():
         item = slice(b, b + 1)
-        lengths = None if key_lengths_B is None else key_lengths_B[item]
         item_offset = None if offsets is None else offsets[item]
-        output[item] = _exact_output(
-            query_BHLD[item], key_BGSD[item], value_BGSE[item], lengths, item_offset
-        )
+        output[item] = _exact_output(of_item(call, b), item_offset)
     return output
 
 
-def _exact_output(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_lengths_B: Tensor | None,
-    offsets: list[int] | None,
-) -> Tensor:
+def _exact_output(call: Call, offsets: list[int] | None) -> Tensor:
     """Returns the output, computed in float64 and rounded to the dtype of the inputs."""
-    features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, offsets)
-    padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
-    return _output(features, mask_padding(padding, value_BGSE)).to(query_BHLD.dtype)
+    padding = padding_mask(call.key_BGSD.shape[2], call.key_lengths_B)
+    value = mask_padding(padding, call.value_BGSE)
+    return _output(_Features.of(call, offsets), value).to(call.query_BHLD.dtype)
 
 
 def _direction(x: Tensor) -> Tensor:
@@ -408,7 +360,7 @@ def _with_room(value_BGSE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _block(features: _Features, rows: slice) -> Tensor:
-    """Returns rows of A, (B, H, R, S)."""
+    """Returns rows of A, (B, G, K, R, S)."""
     query = features.query_BGKLF[:, :, :, rows]
     block = torch.einsum("bgklf,bgsf->bgkls", query, features.key_BGSF).clamp_(min=0.0)
     zero_hidden(block, rows, features.offsets)
@@ -417,7 +369,7 @@ def _block(features: _Features, rows: slice) -> Tensor:
     block /= total.masked_fill(cancelled | (total == 0), 1.0)[..., None]
     for (b, g, k), some in rows_to_redo(cancelled, _ELEMENTS // block.shape[-1]):
         block[b, g, k, some] = features.exactly((b, g, k), some + rows.start)
-    return block.flatten(1, 2)
+    return block
 
 
 def steps(call: Call) -> dict[str, Tensor]:
@@ -475,28 +427,19 @@ def backward(
     if call.past is not None or grad_state is not None:
         new = _tokens(call, call.value_BGSE)
         return gradients_from(new, call.past, grad_output_BHLE, grad_state, call.chunk)
-    offsets = _offsets(call)
-    backward = partial(_gradients, key_lengths_B=call.key_lengths_B, offsets=offsets)
-    return gradients_by_heads(
-        backward, grad_output_BHLE, call.query_BHLD, call.key_BGSD, call.value_BGSE
-    )
+    backward = partial(_gradients, offsets=item_offsets(call))
+    return gradients_by_heads(backward, call, grad_output_BHLE)
 
 
 def _gradients(
-    grad_BHLE: Tensor,
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    *,
-    key_lengths_B: Tensor | None,
-    offsets: list[int] | None,
+    call: Call, grad_BHLE: Tensor, *, offsets: list[int] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value."""
-    padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
-    key_BGSD = mask_padding(padding, key_BGSD)
-    features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, offsets)
+    """Returns the gradients of query, key and value of some heads."""
+    padding = padding_mask(call.key_BGSD.shape[2], call.key_lengths_B)
+    key_BGSD = mask_padding(padding, call.key_BGSD)
+    features = _Features.of(replace(call, key_BGSD=key_BGSD), offsets)
     query, key = features.query_BGKLF, features.key_BGSF
-    value, v = normalize_size(mask_padding(padding, value_BGSE.double()))
+    value, v = normalize_size(mask_padding(padding, call.value_BGSE.double()))
     grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
     output, total = feature_sums(query, key, value, features.offsets)
     cancelled = features.cancelled(total[..., 0], slice(None))
@@ -505,7 +448,7 @@ def _gradients(
     _add_cancelled(gradients, cancelled, features, value, grad)
     query_grad, key_grad, value_grad = gradients
     return (
-        _through_direction(query_grad.flatten(1, 2)[..., 1:], query_BHLD, g + v),
+        _through_direction(query_grad.flatten(1, 2)[..., 1:], call.query_BHLD, g + v),
         _through_direction(mask_padding(padding, key_grad)[..., 1:], key_BGSD, g + v),
         scale_back(value_grad, g),
     )
