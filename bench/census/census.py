@@ -81,6 +81,11 @@ class Outcome(NamedTuple):
     layouts: tuple[str, ...] = ()
     answered: Answered | None = None
 
+    @classmethod
+    def of_problem(cls, case: Case, problem: str) -> Outcome:
+        """Returns the outcome of a model that could not be examined."""
+        return cls(case, "not built", problem)
+
     @property
     def is_wrong(self) -> bool:
         """True if a layer is served with wrong numbers."""
@@ -103,6 +108,11 @@ class DescribedOutcome(NamedTuple):
     problem: str = ""
     verdicts: tuple[Verdict, ...] = ()
 
+    @classmethod
+    def of_problem(cls, case: Case, problem: str) -> DescribedOutcome:
+        """Returns the outcome of a model that could not be examined."""
+        return cls(case, problem=problem)
+
     @property
     def is_wrong(self) -> bool:
         """True if a described layer is served with wrong numbers."""
@@ -118,7 +128,7 @@ def examine_described(case: Case) -> DescribedOutcome:
             save(model, folder)
             described = describe(folder)
         except (NotBuilt, QkvError) as error:
-            return DescribedOutcome(case, problem=str(error))
+            return DescribedOutcome.of_problem(case, str(error))
         (folder / "qkv.toml").write_text(toml_of(described))
         served = ServedModel(folder)
         proofs = {n: served.layers.describe(n)["proof"] for n in served.layers.names}
@@ -140,7 +150,7 @@ def examine(case: Case, *, answers: bool = True) -> Outcome:
             model = build(case.model_type, _class(case.model_class), **case.changes)
             save(model, folder)
         except NotBuilt as error:
-            return Outcome(case, "not built", str(error))
+            return Outcome.of_problem(case, str(error))
         served = ServedModel(folder)
         problem = served.problem
         names = TensorNames(model, folder)
