@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar, cast
 
 import pydantic
 
@@ -24,7 +24,7 @@ _SECONDS: Final = 120.0
 _BYTES: Final = 6 << 30
 _FORK: Final = multiprocessing.get_context("fork")  # a child has imported transformers already
 
-_Found = TypeVar("_Found", Outcome, DescribedOutcome)
+_Found = TypeVar("_Found", bound=Outcome | DescribedOutcome)
 
 
 class BoundedRuns(Generic[_Found]):
@@ -112,7 +112,7 @@ class BoundedRuns(Generic[_Found]):
         there.send(outcome)
 
     def _stopped(self, case: Case, problem: str) -> _Found:
-        return self._kind.of_problem(case, problem)
+        return cast("_Found", self._kind.of_problem(case, problem))
 
 
 def digest_of_sources() -> str:

@@ -6,7 +6,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from transformers import PreTrainedModel
 
@@ -22,7 +22,6 @@ from census.real_model import NotBuilt, build, quiet, save
 from census.served_model import ServedModel
 from qkv.errors import QkvError
 from qkv.models.describe.described_model import describe
-from qkv.models.describe.toml_text import toml_of
 
 _ASKS: Final = re.compile(r"; write (below|into) ")
 _NO_LAYER: Final = re.compile(r"has 0 attention layers")
@@ -82,7 +81,7 @@ class Outcome(NamedTuple):
     answered: Answered | None = None
 
     @classmethod
-    def of_problem(cls, case: Case, problem: str) -> Outcome:
+    def of_problem(cls, case: Case, problem: str) -> Self:
         """Returns the outcome of a model that could not be examined."""
         return cls(case, "not built", problem)
 
@@ -109,7 +108,7 @@ class DescribedOutcome(NamedTuple):
     verdicts: tuple[Verdict, ...] = ()
 
     @classmethod
-    def of_problem(cls, case: Case, problem: str) -> DescribedOutcome:
+    def of_problem(cls, case: Case, problem: str) -> Self:
         """Returns the outcome of a model that could not be examined."""
         return cls(case, problem=problem)
 
@@ -129,7 +128,7 @@ def examine_described(case: Case) -> DescribedOutcome:
             described = describe(folder)
         except (NotBuilt, QkvError) as error:
             return DescribedOutcome.of_problem(case, str(error))
-        (folder / "qkv.toml").write_text(toml_of(described))
+        (folder / "qkv.toml").write_text(described.toml)
         served = ServedModel(folder)
         proofs = {n: served.layers.describe(n)["proof"] for n in served.layers.names}
         compared = compare(model, served, TensorNames(model, folder))

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from qkv.errors import InvalidContent
 from qkv.models.describe.described_model import Described, describe
-from qkv.models.describe.toml_text import toml_of
 
 # building the models imports transformers, which takes seconds
 pytestmark = pytest.mark.slow
@@ -57,7 +56,7 @@ def described(folder: Path, model_type: str, **changes: Any) -> Described:
         model = build(model_type, **{"max_position_embeddings": LENGTH, **changes})
         save(model, folder)
         found = describe(folder)
-        (folder / "qkv.toml").write_text(toml_of(found))
+        (folder / "qkv.toml").write_text(found.toml)
         served = ServedModel(folder)
         verdicts = list(compare(model, served, TensorNames(model, folder)))
     if found.kinds:
