@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from qkv.errors import InvalidContent
 from qkv.models.describe.described_model import Described, describe
+from support.peak_memory import needs_proc, peaks
 
 # building the models imports transformers, which takes seconds
 pytestmark = pytest.mark.slow
@@ -48,6 +49,16 @@ ROPES: Final[dict[str, tuple[dict[str, Any], int]]] = {
     ),
     "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, LENGTH),
 }  # fmt: skip
+
+_DESCRIBES: Final = """
+from pathlib import Path
+from qkv.models.describe.described_model import describe
+start()
+for folder in sys.argv[1:]:
+    found = describe(Path(folder))
+    assert found.kinds and not found.refused
+    say()
+"""
 
 
 def described(folder: Path, model_type: str, **changes: Any) -> Described:
@@ -154,3 +165,15 @@ def test_own_numbers_are_compared_too(tmp_path: Path) -> None:
     found = describe(tmp_path)
     assert [kind.blocks for kind in found.kinds] == [["layers.0"]]
     assert "its own numbers" in found.refused["layers.1"]
+
+
+@needs_proc
+def test_memory_does_not_grow_with_the_depth(tmp_path: Path) -> None:
+    """A model of 12 layers needs less than one layer in float64 more than one of 3."""
+    width, inner, depths = 512, 1536, (3, 12)
+    for depth in depths:
+        sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": depth}
+        with quiet():
+            save(build("llama", vocab_size=128, **sizes), tmp_path / str(depth))
+    shallow, deep = peaks(_DESCRIBES, *(tmp_path / str(depth) for depth in depths))
+    assert deep.whole - shallow.whole < 8 * (4 * width**2 + 3 * width * inner)
