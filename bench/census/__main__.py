@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.described:
         kept = None if options.names else _KEPT / "described.jsonl"
         described = run_described(cases, kept, options.minutes)
-        table = table_of_described(described)
+        table = table_of_described(described, len(names))
         print(table.note)
         if options.write:
             write([table])

@@ -147,6 +147,29 @@ def test_missing_part_is_named(tmp_path: Path, model_type: str, part: str) -> No
     assert any(part in reason for reason in found.refused.values()), found.refused
 
 
+def test_model_that_chooses_keys_is_described_for_the_tokens_of_its_run(tmp_path: Path) -> None:
+    """Its queries may see other keys once there are more than some: no run shows it."""
+    (kind,) = described(tmp_path, "minimax_m3_vl_text").kinds
+    assert kind.length == 64
+
+
+@pytest.mark.parametrize(
+    ("model_type", "part"),
+    [
+        ("t5", "relative positions that no layout reads"),
+        ("deepseek_v3", "latent attention that no layout reads"),
+        ("afmoe", "the nearest has the error"),
+        ("bloom", "it receives alibi"),
+    ],
+)
+def test_layer_is_named_with_its_nearest_description_or_a_tensor(
+    tmp_path: Path, model_type: str, part: str
+) -> None:
+    found = described(tmp_path, model_type)
+    assert not found.kinds
+    assert part in next(iter(found.refused.values()))
+
+
 def test_model_of_another_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine"}))
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")

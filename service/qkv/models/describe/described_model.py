@@ -164,8 +164,9 @@ class _Model:
         try:
             run = self._run(layer, module, 0)
         except Unfit as unfit:
-            parts = [*map(unread_part, next(iter(layouts.values()))), str(unfit)]
-            raise Unfit(" and ".join(parts)) from None
+            unread = next(iter(layouts.values()))
+            parts = [unread_part(unread)] if unread else []
+            raise Unfit(" and ".join([*parts, str(unfit)])) from None
         if run is None:
             raise Unfit("a module that was not called on random inputs")
         for layout, unread in layouts.items():
@@ -202,7 +203,7 @@ class _Model:
         return None if arguments is None else run_attention(module, arguments, layer.projections)
 
     def _layouts(self, layer: LocatedLayer) -> dict[Layout, list[str]]:
-        """Returns the layouts that names and shapes fit, and a tensor that each does not read.
+        """Returns the layouts that names and shapes fit, and the tensors that each does not read.
 
         Those that read every tensor are alone, if there are some.
         """
@@ -213,7 +214,7 @@ class _Model:
             if name.startswith(prefix)
         }
         layouts = [layout_catalogue.known()[name] for name in layer.found.layouts]
-        unread = {layout: find_unread(layout, below)[:1] for layout in layouts}
+        unread = {layout: find_unread(layout, below) for layout in layouts}
         return {layout: names for layout, names in unread.items() if not names} or unread
 
     def _with_random_numbers(
@@ -230,23 +231,24 @@ class _Model:
             return find_nearest(proof.layer, layer.names, run, turned, self._tables)
 
         fields, missing = nearest_with(run)
-        missing = [*map(unread_part, unread), *missing]
+        if unread:
+            missing = [unread_part(unread), *missing]
         if fields["positions"] == "rotary" and self._has_axes:
             missing.append("positions of several axes, which only tokens of a text share")
-        error = proof.error(fields)
+        length = len(run.positions)
+        for longer in [] if missing else self._lengths():
+            with contextlib.suppress(Unfit):  # such as a temperature that begins at some position
+                if (turned := self._run(layer, run.module, longer)) is None:
+                    continue
+                far = nearest_with(turned)
+                if not far.missing and (error := proof.error(far.fields)) <= TOLERANCE:
+                    fields, length = far.fields, longer
+                    break
+        else:
+            error = proof.error(fields)
         if missing or not error <= TOLERANCE:
             parts = " and ".join(missing) or "a part that only the output shows"
             raise Unfit(f"{parts} (the nearest has the error {error:.1e}: {_short(fields)})")
-        length = len(run.positions)
-        for longer in self._lengths():
-            with contextlib.suppress(Unfit):  # such as a temperature that begins at some position
-                turned = self._run(layer, run.module, longer)
-                if turned is None:
-                    continue
-                far = nearest_with(turned)
-                if not far.missing and (of_far := proof.error(far.fields)) <= TOLERANCE:
-                    fields, length, error = far.fields, longer, of_far
-                    break
         if not (of_sizes := proof.error(fields, SIZES)) <= TOLERANCE:
             raise Unfit(f"a part that makes the error {of_sizes:.1e} with inputs of other sizes")
         return fields, length, max(error, of_sizes)

@@ -29,8 +29,8 @@ _PARTS: Final = {  # of an attention, by words in the names of tensors
     "conv": "a convolution",
     "relative|rel_|bias_table|distance|bias_[uv]": "relative positions",
     "kv_[ab]_|latent": "latent attention",
-    "norm|_ln": "a norm",
     "temp|scale|lambda": "a temperature",
+    "norm|_ln": "a norm",
 }
 
 
@@ -134,18 +134,17 @@ def _in_no_layout(model: nn.Module, paths: Collection[str]) -> dict[str, str]:
         names = [name for name, _ in module.named_parameters()]
         if len(names) > 1:
             known.append(f"{path}.")  # its parts are not named again
-            missing[path] = unread_part(next(filter(_part_in, names), names[0]))
+            missing[path] = unread_part(names)
     return missing
 
 
-def unread_part(name: str) -> str:
-    """Returns the part of an attention that a tensor belongs to, which no layout reads."""
-    return f"{_part_in(name) or 'a tensor'} that no layout reads, {name}"
-
-
-def _part_in(name: str) -> str | None:
-    """Returns the part of an attention that the name of a tensor says."""
-    return next((part for words, part in _PARTS.items() if re.search(words, name)), None)
+def unread_part(names: Sequence[str]) -> str:
+    """Returns the part of an attention that tensors belong to which no layout reads."""
+    for words, part in _PARTS.items():
+        for name in names:
+            if re.search(words, name):
+                return f"{part} that no layout reads, {name}"
+    return f"a tensor that no layout reads, {names[0]}"
 
 
 def _renamed(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
