@@ -114,7 +114,7 @@ image: ## build the container image with docker
 	docker build --build-arg TORCH_INDEX --tag "$(IMAGE)" .
 
 clean: ## remove the environment and all generated files
-	rm -rf .venv .audit .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .audit .mutants .census .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find service tests docs bench examples -name __pycache__ -prune -exec rm -rf {} +
 
 # pip is silent while it downloads and unpacks, and torch takes half a minute: the size of .venv tells that

@@ -6,7 +6,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from transformers import PreTrainedModel
 
@@ -22,7 +22,6 @@ from census.real_model import NotBuilt, build, quiet, save
 from census.served_model import ServedModel
 from qkv.errors import QkvError
 from qkv.models.describe.described_model import describe
-from qkv.models.describe.toml_text import toml_of
 
 _ASKS: Final = re.compile(r"; write (below|into) ")
 _NO_LAYER: Final = re.compile(r"has 0 attention layers")
@@ -81,6 +80,11 @@ class Outcome(NamedTuple):
     layouts: tuple[str, ...] = ()
     answered: Answered | None = None
 
+    @classmethod
+    def of_problem(cls, case: Case, problem: str) -> Self:
+        """Returns the outcome of a model that could not be examined."""
+        return cls(case, "not built", problem)
+
     @property
     def is_wrong(self) -> bool:
         """True if a layer is served with wrong numbers."""
@@ -103,6 +107,11 @@ class DescribedOutcome(NamedTuple):
     problem: str = ""
     verdicts: tuple[Verdict, ...] = ()
 
+    @classmethod
+    def of_problem(cls, case: Case, problem: str) -> Self:
+        """Returns the outcome of a model that could not be examined."""
+        return cls(case, problem=problem)
+
     @property
     def is_wrong(self) -> bool:
         """True if a described layer is served with wrong numbers."""
@@ -118,8 +127,8 @@ def examine_described(case: Case) -> DescribedOutcome:
             save(model, folder)
             described = describe(folder)
         except (NotBuilt, QkvError) as error:
-            return DescribedOutcome(case, problem=str(error))
-        (folder / "qkv.toml").write_text(toml_of(described))
+            return DescribedOutcome.of_problem(case, str(error))
+        (folder / "qkv.toml").write_text(described.toml)
         served = ServedModel(folder)
         proofs = {n: served.layers.describe(n)["proof"] for n in served.layers.names}
         compared = compare(model, served, TensorNames(model, folder))
@@ -140,7 +149,7 @@ def examine(case: Case, *, answers: bool = True) -> Outcome:
             model = build(case.model_type, _class(case.model_class), **case.changes)
             save(model, folder)
         except NotBuilt as error:
-            return Outcome(case, "not built", str(error))
+            return Outcome.of_problem(case, str(error))
         served = ServedModel(folder)
         problem = served.problem
         names = TensorNames(model, folder)

@@ -16,7 +16,7 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from census.small_configs import LENGTH, small_config
 from qkv.models.describe.drawn_model import quiet
-from qkv.models.describe.random_inputs import BATCH, draw_inputs, runners
+from qkv.models.describe.model_run import BATCH, draw_inputs
 
 __all__ = ["BATCH", "Call", "NotBuilt", "build", "quiet", "record", "save", "tensors_in"]
 
@@ -120,7 +120,7 @@ def record(model: PreTrainedModel, paths: Iterable[str], needed: Iterable[str]) 
         for path, module in modules.items():
             for hook in _hooks(path, module, calls):
                 stack.callback(hook.remove)
-        for runner in runners(model):
+        for runner in _runners(model):
             if calls.keys() >= {*needed}:
                 break
             torch.manual_seed(3)
@@ -129,6 +129,25 @@ def record(model: PreTrainedModel, paths: Iterable[str], needed: Iterable[str]) 
             except Exception:  # its other parts still run
                 _log.debug("%s does not run", type(runner).__name__, exc_info=True)
     return calls
+
+
+def _runners(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Yields the model, then its parts that are models, the larger ones first."""
+    yield model
+    for part in model.modules():
+        if part is not model and isinstance(part, PreTrainedModel):
+            yield part
+    for part in model.modules():  # encoders and stacks of layers that are no models
+        names = list(inspect.signature(part.forward).parameters)
+        is_stack = names[:1] and names[0] in ("inputs_embeds", "hidden_states", "hidden_state")
+        if is_stack and not isinstance(part, PreTrainedModel) and not _is_time_first(part):
+            yield part
+
+
+def _is_time_first(part: nn.Module) -> bool:
+    """Returns True if a module has attention whose inputs have the axes (L, B, M)."""
+    every = (m for m in part.modules() if isinstance(m, nn.MultiheadAttention))
+    return any(not module.batch_first for module in every)
 
 
 def _hooks(path: str, module: nn.Module, calls: dict[str, Call]) -> list[Any]:

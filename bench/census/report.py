@@ -93,16 +93,22 @@ def table_of_served(outcomes: Sequence[Outcome]) -> Table:
     return Table("served", ["layout", "model types"], rows, labels=2)
 
 
-def table_of_described(outcomes: Sequence[DescribedOutcome]) -> Table:
-    """Returns the model types of which layers are described."""
+def table_of_described(outcomes: Sequence[DescribedOutcome], type_count: int) -> Table:
+    """Returns the model types of which layers are described.
+
+    Args:
+        outcomes: of the types that were examined.
+        type_count: the number of all types.
+    """
     found = [o for o in outcomes if any(v.kind == "right" for v in o.verdicts)]
     rows: list[list[Cell]] = []
-    for what, is_part in (("all that a layout holds", False), ("some", True)):
+    for what, is_part in (("all", False), ("some", True)):
         names = [o.case.model_type for o in found if bool(o.refused) == is_part]
         rows.append([what, ", ".join(sorted(names)), len(names)])
     layers = Counter(v.kind for o in outcomes for v in o.verdicts)
+    examined = f"{len(outcomes)} of {type_count}" if len(outcomes) < type_count else f"{type_count}"
     note = (
-        f"Of {len(outcomes)} types, {len(found)} have described layers. Of these layers, as they "
+        f"Of {examined} types, {len(found)} have described layers. Of these layers, as they "
         f"are served, {layers['right']} are right within 1e-3 of the largest number, and "
         f"{layers['wrong']} are wrong."
     )

@@ -34,8 +34,7 @@ def describe(source: Path, target: Path) -> None:
     The folder has config.json and safetensors, as save_pretrained of transformers writes it. The
     model is built by transformers, runs with random numbers, and each layer is compared with what
     qkv computes, with these numbers and with its own. No code of the folder runs. A layer without
-    a description is named with what is missing. Needs pip install '.[server,models]' and
-    transformers.
+    a description is named with what is missing. Needs pip install '.[models]'.
 
     \b
     qkv describe llama -o llama/qkv.toml
@@ -45,14 +44,13 @@ def describe(source: Path, target: Path) -> None:
         tensor_files.check_target(target, (".toml",))
         try:
             from qkv.models.describe.described_model import describe as run
-            from qkv.models.describe.toml_text import toml_of
         except ImportError as error:
             raise InvalidContent(
-                f"qkv describe needs {error.name}: pip install '.[server,models]' transformers"
+                f"qkv describe needs {error.name}: pip install '.[models]'"
             ) from None
         described = run(source)
         if described.kinds:
-            target.write_text(toml_of(described))
+            target.write_text(described.toml)
     for line in _lines(described):
         echo(line)
     if not described.kinds:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from qkv.errors import InvalidContent
 from qkv.models.describe.described_model import Described, describe
-from qkv.models.describe.toml_text import toml_of
+from support.peak_memory import needs_proc, peaks
 
 # building the models imports transformers, which takes seconds
 pytestmark = pytest.mark.slow
@@ -50,6 +50,18 @@ ROPES: Final[dict[str, tuple[dict[str, Any], int]]] = {
     "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, LENGTH),
 }  # fmt: skip
 
+_DESCRIBES: Final = """
+from pathlib import Path
+from qkv.models.describe.described_model import describe
+start()
+for folder in sys.argv[1:]:
+    found = describe(Path(folder))
+    assert found.kinds and not found.refused
+    say()
+of_server = "fastapi httptools msgpack opentelemetry prometheus_client pydantic_settings uvicorn"
+assert not {*of_server.split()} & sys.modules.keys()  # the extra "models" has what it needs
+"""
+
 
 def described(folder: Path, model_type: str, **changes: Any) -> Described:
     """Describes a small model, and checks that its layers are served right."""
@@ -57,7 +69,7 @@ def described(folder: Path, model_type: str, **changes: Any) -> Described:
         model = build(model_type, **{"max_position_embeddings": LENGTH, **changes})
         save(model, folder)
         found = describe(folder)
-        (folder / "qkv.toml").write_text(toml_of(found))
+        (folder / "qkv.toml").write_text(found.toml)
         served = ServedModel(folder)
         verdicts = list(compare(model, served, TensorNames(model, folder)))
     if found.kinds:
@@ -137,6 +149,29 @@ def test_missing_part_is_named(tmp_path: Path, model_type: str, part: str) -> No
     assert any(part in reason for reason in found.refused.values()), found.refused
 
 
+def test_model_that_chooses_keys_is_described_for_the_tokens_of_its_run(tmp_path: Path) -> None:
+    """Its queries may see other keys once there are more than some: no run shows it."""
+    (kind,) = described(tmp_path, "minimax_m3_vl_text").kinds
+    assert kind.length == 64
+
+
+@pytest.mark.parametrize(
+    ("model_type", "part"),
+    [
+        ("t5", "relative positions that no layout reads"),
+        ("deepseek_v3", "latent attention that no layout reads"),
+        ("afmoe", "the nearest has the error"),
+        ("bloom", "it receives alibi"),
+    ],
+)
+def test_layer_is_named_with_its_nearest_description_or_a_tensor(
+    tmp_path: Path, model_type: str, part: str
+) -> None:
+    found = described(tmp_path, model_type)
+    assert not found.kinds
+    assert part in next(iter(found.refused.values()))
+
+
 def test_model_of_another_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine"}))
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -155,3 +190,15 @@ def test_own_numbers_are_compared_too(tmp_path: Path) -> None:
     found = describe(tmp_path)
     assert [kind.blocks for kind in found.kinds] == [["layers.0"]]
     assert "its own numbers" in found.refused["layers.1"]
+
+
+@needs_proc
+def test_memory_does_not_grow_with_the_depth(tmp_path: Path) -> None:
+    """A model of 12 layers needs less than one layer in float64 more than one of 2."""
+    width, inner, depths = 512, 1536, (2, 12)
+    for depth in depths:
+        sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": depth}
+        with quiet():
+            save(build("llama", vocab_size=128, **sizes), tmp_path / str(depth))
+    shallow, deep = peaks(_DESCRIBES, *(tmp_path / str(depth) for depth in depths))
+    assert deep.whole - shallow.whole < 8 * (4 * width**2 + 3 * width * inner)

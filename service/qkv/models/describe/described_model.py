@@ -6,6 +6,7 @@ Every layer is compared twice: with these numbers, and with its own from the fil
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import re
@@ -18,21 +19,18 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from qkv.attention.layers import layout_catalogue
-from qkv.attention.layers.layer import Layer
-from qkv.attention.layers.layer_options import LayerOptions
-from qkv.attention.layers.layer_reader import read_layer
-from qkv.attention.layers.layer_weights import Array
 from qkv.attention.layers.layout_catalogue import Layout
 from qkv.attention.layers.unread_tensors import find_unread
-from qkv.errors import InvalidContent, QkvError
+from qkv.errors import InvalidContent
 from qkv.jobs.loaded.layer_mark import digest_of
+from qkv.models.describe.attention_run import AttentionRun, run_attention
 from qkv.models.describe.drawn_model import draw, read_config
-from qkv.models.describe.layer_fields import Run, find_fields
-from qkv.models.describe.layer_proof import SIZES, TOLERANCE, error_of
-from qkv.models.describe.layer_record import LayerRecord, record
-from qkv.models.describe.located_layers import LocatedLayer, OwnNumbers, locate
+from qkv.models.describe.layer_fields import Nearest, find_nearest
+from qkv.models.describe.layer_proof import SIZES, TOLERANCE, LayerProof
+from qkv.models.describe.located_layers import LocatedLayer, locate, unread_part
+from qkv.models.describe.model_run import run_model
 from qkv.models.describe.rotary_angles import Unfit
-from qkv.models.describe.window_runs import Windows, integers_in
+from qkv.models.describe.windows import Windows, leaves_of
 from qkv.version import __version__
 from qkv.wire.checkpoint.checkpoint import Checkpoint, read_document
 from qkv.wire.plain_json import load_names
@@ -90,6 +88,17 @@ class Described:
     kinds: list[Kind]
     refused: dict[str, str]
 
+    @property
+    def toml(self) -> str:
+        """The text of qkv.toml: a table for each kind of layer."""
+        parts = ["# Written by `qkv describe`. A changed line loses its mark: it is not proven.\n"]
+        for number, kind in enumerate(self.kinds, 1):
+            lines = (f"{name} = {_toml_of(value)}\n" for name, value in kind.table.items())
+            parts.append(f"\n[kinds.{number}]\n{''.join(lines)}")
+        for place, missing in self.refused.items():
+            parts.append(f"\n# {place} has no description: it has {missing}\n")
+        return "".join(parts)
+
 
 def describe(folder: Path) -> Described:
     """Describes the attention layers of a model.
@@ -122,60 +131,81 @@ class _Model:
     def __init__(self, checkpoint: Checkpoint, config: PretrainedConfig) -> None:
         self._checkpoint, self._config = checkpoint, config
         self._model = draw(config)
-        self._has_axes = any(getattr(part, _AXES, None) for part in self._model.modules())
         self._layers, self._refused = locate(self._model, checkpoint)
-        self._names = {layer.path: layer.holders for layer in self._layers}
-        self._near = record(self._model, self._names, _LENGTH)
-        self._far: dict[int, Mapping[str, LayerRecord]] = {}
+        self._paths = [layer.path for layer in self._layers]
+        self._received = {0: run_model(self._model, self._paths, _LENGTH)}
+        self._tables = [b for b in self._model.buffers() if b.dim() == 1 and b.is_floating_point()]
+        self._has_axes = any(getattr(part, _AXES, None) for part in self._model.modules())
 
     def describe(self) -> Described:
         """Returns the kinds of layers, and what is missing for the others."""
         kinds: dict[str, Kind] = {}
-        windows = Windows(self._config, self._names, self._near, _LENGTH)
+        windows = Windows(self._config, self._model, self._received[0], _LENGTH)
         for layer in self._layers:
             try:
-                kind, error = self._described(layer, windows)
+                kind = self._described(layer, windows)
             except Unfit as unfit:
                 self._refused[layer.place] = str(unfit)
                 continue
             key = json.dumps([kind.fields, kind.length, sorted(kind.shapes.items())])
             found = kinds.setdefault(key, kind)
             found.blocks.append(layer.place)
-            found.error = max(found.error, error)
+            found.error = max(found.error, kind.error)
         return Described(list(kinds.values()), self._refused)
 
-    def _described(self, layer: LocatedLayer, windows: Windows) -> tuple[Kind, float]:
+    def _described(self, layer: LocatedLayer, windows: Windows) -> Kind:
         """Returns the kind of a layer, which has no blocks yet, and the error of this layer.
 
         Raises:
             Unfit: it has a part that no description holds.
         """
-        if layer.path not in self._near:
+        module = self._model.get_submodule(layer.path)
+        layouts, problem = self._layouts(layer), Unfit("")
+        try:
+            run = self._run(layer, module, 0)
+        except Unfit as unfit:
+            unread = next(iter(layouts.values()))
+            parts = [unread_part(unread)] if unread else []
+            raise Unfit(" and ".join([*parts, str(unfit)])) from None
+        if run is None:
             raise Unfit("a module that was not called on random inputs")
-        module, near = self._model.get_submodule(layer.path), self._near[layer.path]
-        run = Run(near, range(run_length(near)))
-        problem = Unfit("")
-        for layout in self._layouts(layer):
-            tensors = layer.tensors(module)
+        for layout, unread in layouts.items():
             try:
-                whole = _read(layer.found.prefix, layout, run, tensors)
-                fields, length = self._proved(layer, module, whole, run, tensors)
+                fields, length, error = self._with_random_numbers(layer, layout, unread, run)
                 fields |= windows.of(layer.path)
-                if not windows.is_crossed:
-                    length = min(length, run_length(near))
-                error = self._error(layer, module, whole, run, tensors, fields)
+                with layer.own_numbers(module, self._checkpoint):
+                    own = LayerProof(layer, layout, run).error(fields)
             except Unfit as unfit:
                 problem = unfit
                 continue
-            shapes = {name: tuple(shape) for name, shape in layer.found.shapes.items()}
-            return Kind(fields, length, shapes), error
+            if not own <= TOLERANCE:
+                raise Unfit(f"a part that makes the error {own:.1e} with its own numbers")
+            if not windows.is_crossed:
+                length = min(length, len(run.positions))
+            return Kind(fields, length, layer.found.shapes, error=max(error, own))
         raise problem
 
-    def _layouts(self, layer: LocatedLayer) -> Sequence[Layout]:
-        """Returns the layouts that names and shapes fit, and that read every tensor.
+    def _run(self, layer: LocatedLayer, module: nn.Module, length: int) -> AttentionRun | None:
+        """Returns a run of a layer; None: the model does not run so.
+
+        Args:
+            layer: that runs.
+            module: its module.
+            length: whose positions double; 0: of the first run.
 
         Raises:
-            Unfit: no layout reads a tensor.
+            Unfit: its attention call cannot be seen.
+        """
+        if length not in self._received:
+            positions = doubling(length)
+            self._received[length] = run_model(self._model, self._paths, len(positions), positions)
+        arguments = self._received[length].get(layer.path)
+        return None if arguments is None else run_attention(module, arguments, layer.projections)
+
+    def _layouts(self, layer: LocatedLayer) -> dict[Layout, list[str]]:
+        """Returns the layouts that names and shapes fit, and the tensors that each does not read.
+
+        Those that read every tensor are alone, if there are some.
         """
         prefix = layer.found.prefix
         below = {
@@ -184,95 +214,55 @@ class _Model:
             if name.startswith(prefix)
         }
         layouts = [layout_catalogue.known()[name] for name in layer.found.layouts]
-        unread = {layout.name: find_unread(layout, below) for layout in layouts}
-        fitting = [layout for layout in layouts if not unread[layout.name]]
-        if not fitting:
-            raise Unfit(f"{next(iter(unread.values()))[0]}, which no layout reads")
-        return fitting
+        unread = {layout: find_unread(layout, below) for layout in layouts}
+        return {layout: names for layout, names in unread.items() if not names} or unread
 
-    def _proved(
-        self,
-        layer: LocatedLayer,
-        module: nn.Module,
-        whole: Layer,
-        run: Run,
-        tensors: Mapping[str, Array],
-    ) -> tuple[dict[str, Any], int]:
-        """Returns the fields that hold for the most tokens, and how many these are.
+    def _with_random_numbers(
+        self, layer: LocatedLayer, layout: Layout, unread: Sequence[str], run: AttentionRun
+    ) -> tuple[dict[str, Any], int, float]:
+        """Returns the fields that hold for the most tokens, how many these are, and the error.
 
         Raises:
-            Unfit: there are none; it names the error of the nearest description.
+            Unfit: there are none; it names what is missing, and the nearest ones with their error.
         """
-        problem = Unfit("")
-        tables = [b for b in self._model.buffers() if b.dim() == 1 and b.is_floating_point()]
-        for length in self._lengths():
-            far = self._far_records(length).get(layer.path) if length else None
-            if length and (far is None or far.call is None):
-                continue
-            far_run = None if far is None else Run(far, doubling(length))
-            try:
-                fields = find_fields(whole, layer.names, module, run, far_run, tables)
-            except Unfit as unfit:  # such as a temperature that begins at some position
-                problem = unfit
-                continue
-            if fields["positions"] == "rotary" and self._has_axes:
-                raise Unfit("positions of several axes, which only tokens of a text share")
-            error = error_of(whole, fields, module, run.record, run.x, tensors)
-            if error <= TOLERANCE:
-                return fields, length or len(run.positions)
-            problem = Unfit(
-                f"a part that makes the error {error:.1e} of the nearest description, "
-                f"{_short(fields)}"
-            )
-        raise problem
+        proof = LayerProof(layer, layout, run)
+
+        def nearest_with(turned: AttentionRun) -> Nearest:
+            return find_nearest(proof.layer, layer.names, run, turned, self._tables)
+
+        fields, missing = nearest_with(run)
+        if unread:
+            missing = [unread_part(unread), *missing]
+        if fields["positions"] == "rotary" and self._has_axes:
+            missing.append("positions of several axes, which only tokens of a text share")
+        length = len(run.positions)
+        for longer in [] if missing else self._lengths():
+            with contextlib.suppress(Unfit):  # such as a temperature that begins at some position
+                if (turned := self._run(layer, run.module, longer)) is None:
+                    continue
+                far = nearest_with(turned)
+                if not far.missing and (error := proof.error(far.fields)) <= TOLERANCE:
+                    fields, length = far.fields, longer
+                    break
+        else:
+            error = proof.error(fields)
+        if missing or not error <= TOLERANCE:
+            parts = " and ".join(missing) or "a part that only the output shows"
+            raise Unfit(f"{parts} (the nearest has the error {error:.1e}: {_short(fields)})")
+        if not (of_sizes := proof.error(fields, SIZES)) <= TOLERANCE:
+            raise Unfit(f"a part that makes the error {of_sizes:.1e} with inputs of other sizes")
+        return fields, length, max(error, of_sizes)
 
     def _lengths(self) -> list[int]:
-        """Returns lengths at which positions are measured, the longest first; 0: of the run."""
+        """Returns lengths at which positions are measured, the longest first."""
         found = {
             value
-            for _, name, value in integers_in(self._config.to_dict())
-            if _LENGTHS.fullmatch(name) and _LENGTH < value <= _MAX_LENGTH
+            for path, value in leaves_of(self._config.to_dict())
+            if type(value) is int
+            and _LENGTHS.fullmatch(path[-1])
+            and _LENGTH < value <= _MAX_LENGTH
         }
-        return [*sorted(found, reverse=True)[:_MAX_TRIES], 0]
-
-    def _far_records(self, length: int) -> Mapping[str, LayerRecord]:
-        if length not in self._far:
-            positions = doubling(length)
-            self._far[length] = record(self._model, self._names, len(positions), positions)
-        return self._far[length]
-
-    def _error(
-        self,
-        layer: LocatedLayer,
-        module: nn.Module,
-        whole: Layer,
-        run: Run,
-        tensors: Mapping[str, Array],
-        fields: Mapping[str, Any],
-    ) -> float:
-        """Returns the largest error with inputs of several sizes, and with the layer's own numbers.
-
-        Raises:
-            Unfit: it is too large.
-        """
-        errors = {
-            f"inputs of {size:g} times the size": error_of(
-                whole, fields, module, run.record, run.x, tensors, size
-            )
-            for size in SIZES
-        }
-        with OwnNumbers(self._checkpoint, layer, module):
-            own = layer.tensors(module)
-            errors["its own numbers"] = error_of(whole, fields, module, run.record, run.x, own)
-        for name, error in errors.items():
-            if not error <= TOLERANCE:
-                raise Unfit(f"a part that makes the error {error:.1e} with {name}")
-        return max(errors.values())
-
-
-def run_length(found: LayerRecord) -> int:
-    """Returns the number of tokens of a run."""
-    return 0 if found.call is None else found.call.query.shape[2]
+        return sorted(found, reverse=True)[:_MAX_TRIES]
 
 
 def doubling(length: int) -> list[int]:
@@ -281,25 +271,15 @@ def doubling(length: int) -> list[int]:
     return [0, *powers, length - 1]
 
 
-def _read(prefix: str, layout: Layout, run: Run, tensors: Mapping[str, Array]) -> Layer:
-    """Returns a layer with the numbers of heads of a call.
-
-    Raises:
-        Unfit: the tensors do not split into them.
-    """
-    problem = ""
-    for kv_heads in (run.call.key.shape[1], None):
-        options = LayerOptions(
-            layout=layout.name, heads=run.call.query.shape[1], kv_heads=kv_heads, prefix=prefix
-        )
-        try:
-            return read_layer(options, layout.select(tensors, prefix))
-        except QkvError as error:
-            problem = problem or error.detail
-    raise Unfit(f"weights that qkv refuses: {problem}")
+def _toml_of(value: Any) -> str:
+    """Returns a value as TOML, which spells strings and numbers as JSON does."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_toml_of(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_toml_of, value))}]"
+    return json.dumps(value)
 
 
 def _short(fields: Mapping[str, Any]) -> str:
     """Returns fields without long lists of numbers."""
-    text = json.dumps(fields)
-    return re.sub(r"\[(-?[\d.e-]+, ){6}[^]]*\]", "[...]", text)
+    return re.sub(r"\[(-?[\d.e-]+, ){6}[^]]*\]", "[...]", json.dumps(fields))

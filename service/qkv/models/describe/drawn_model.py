@@ -1,8 +1,8 @@
-"""A model of transformers with its real sizes and random numbers, in the memory of a few matrices.
+"""A model of transformers with its real sizes and random numbers, in the memory of one matrix.
 
-Every parameter is a view of an array of random numbers that it shares with others, so that a model
-of any depth takes no more memory than its largest matrices. No parameter has a value that hides
-something: norms are not ones, and sinks, biases and gates not zeros.
+The rows of every matrix overlap in one array of random numbers, so that a model of any depth takes
+a few megabytes, and each product the memory of its own matrix for a moment. No parameter has a
+value that hides something: norms are not ones, and sinks, biases and gates not zeros.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import math
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -22,10 +22,10 @@ from transformers.utils import logging
 from qkv.errors import InvalidContent
 
 _SCALE: Final = 1.2  # of the product of a matrix, so that scores and norms matter
-_STEP: Final = 7  # numbers between the beginnings of rows that overlap
+_STEPS: Final = (17, 13, 11, 7)  # numbers between the beginnings of rows that overlap, by axis
+_MAX_STEPS: Final = 1 << 17  # numbers between the first and the last row of an axis, if it can be
 _OFFSETS: Final = 1 << 16
 _CODE: Final = "auto_map"  # a field that names code of the folder
-_LARGE: Final = 1 << 24  # numbers, above which the rows of a parameter overlap
 
 
 def read_config(fields: Mapping[str, Any]) -> PretrainedConfig:
@@ -69,7 +69,7 @@ def draw(config: PretrainedConfig) -> PreTrainedModel:
     for part in model.modules():
         if isinstance(getattr(part, "config", None), PretrainedConfig):
             part.config.use_cache = False
-    numbers = _Numbers(model)
+    numbers = _Numbers(model.parameters())
     drawn: dict[int, nn.Parameter] = {}  # tied parameters stay one
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -98,15 +98,9 @@ def quiet() -> Iterator[None]:
 def _without_parameters() -> Iterator[None]:
     """Builds modules whose parameters have no memory. Their buffers have their numbers.
 
-    The memory that a module allocates for a parameter is freed at once, and no function of
-    `nn.init` has touched it.
+    The memory that a module allocates for a parameter is freed at once, and nothing has touched it.
     """
     register = nn.Module.register_parameter
-    initializers = {
-        name: function
-        for name, function in vars(nn.init).items()
-        if name.endswith("_") and not name.startswith("_") and callable(function)
-    }
 
     def register_hollow(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
@@ -115,43 +109,39 @@ def _without_parameters() -> Iterator[None]:
             module._parameters[name] = hollow
 
     setattr(nn.Module, "register_parameter", register_hollow)  # noqa: B010
-    for name in initializers:
-        setattr(nn.init, name, lambda tensor, *_args, **_options: tensor)
     try:
         yield
     finally:
         setattr(nn.Module, "register_parameter", register)  # noqa: B010
-        for name, function in initializers.items():
-            setattr(nn.init, name, function)
 
 
 class _Numbers:
-    """Arrays of random numbers that the parameters of a model share, one for each deviation."""
+    """Random numbers that the parameters of a model share.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._generator = torch.Generator().manual_seed(64)
-        sizes: dict[float, int] = {}
-        for _, parameter in model.named_parameters():
-            deviation = _deviation(parameter)
-            sizes[deviation] = max(sizes.get(deviation, 0), _reach(parameter))
-        self._arrays = {
-            deviation: torch.randn(
-                size + _OFFSETS, generator=self._generator, dtype=torch.float64
-            ).mul_(deviation)
-            for deviation, size in sizes.items()
-        }
+    Args:
+        parameters: of the model.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        size = max(map(_reach, parameters), default=0) + _OFFSETS
+        generator = torch.Generator().manual_seed(64)
+        self._normal = torch.randn(size, generator=generator, dtype=torch.float64)
+        self._scaled: dict[float, Tensor] = {}
 
     def of(self, name: str, parameter: Tensor) -> Tensor:
         """Returns the numbers of a parameter.
 
         Matrices of equal shapes have different numbers, because they begin at different places.
         """
-        array = self._arrays[_deviation(parameter)]
-        drawn = array.as_strided(
-            tuple(parameter.shape), _strides(parameter), zlib.crc32(name.encode()) % _OFFSETS
+        deviation = _deviation(parameter)
+        if deviation not in self._scaled:
+            self._scaled[deviation] = self._normal * deviation
+        drawn = self._scaled[deviation].as_strided(
+            parameter.shape, _strides(parameter.shape), zlib.crc32(name.encode()) % _OFFSETS
         )
-        is_weight = name.endswith("weight") and parameter.dim() == 1
-        return 1 + drawn if is_weight else drawn
+        if parameter.dim() < 2:
+            return 1 + drawn if name.endswith("weight") else drawn.clone()
+        return drawn
 
 
 def _deviation(parameter: Tensor) -> float:
@@ -162,16 +152,16 @@ def _deviation(parameter: Tensor) -> float:
     return _SCALE / math.sqrt(max(1, inputs))
 
 
-def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Returns dense strides, or for a large parameter strides with which its rows overlap."""
-    if parameter.numel() <= _LARGE:
-        return parameter.stride()
-    if parameter.dim() == 2:
-        return _STEP, 1
-    return (_STEP,) * (parameter.dim() - 2) + (parameter.shape[-1], 1)
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns strides with which the rows of a parameter overlap."""
+    if not shape:
+        return ()
+    steps = _STEPS[len(_STEPS) - len(shape) + 1 :]
+    rows = zip(steps, shape, strict=False)
+    return (*(min(step, max(1, _MAX_STEPS // max(1, size))) for step, size in rows), 1)
 
 
 def _reach(parameter: Tensor) -> int:
     """Returns how many numbers lie between the first and the last of a parameter, plus one."""
-    steps = zip(parameter.shape, _strides(parameter), strict=True)
+    steps = zip(parameter.shape, _strides(parameter.shape), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps if size)

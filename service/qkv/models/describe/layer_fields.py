@@ -1,11 +1,12 @@
-"""Finds the description of an attention layer: fields of qkv.toml, from one run of its module.
+"""Finds the nearest description of an attention layer: fields of qkv.toml, from runs of its module.
 
-Whatever lies between the projections and the captured attention call is measured. What is found is
+Whatever lies between the projections and the captured attention call is measured. The result is
 only a candidate: `layer_proof` compares it with the module.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -18,8 +19,8 @@ from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_weights import SINKS
 from qkv.attention.layers.qk_norm import QKNorm, normalize
 from qkv.models.attention_call import AttentionCall
-from qkv.models.describe.layer_record import LayerRecord
-from qkv.models.describe.rotary_angles import TOLERANCE, Turning, Unfit, measure
+from qkv.models.describe.attention_run import AttentionRun
+from qkv.models.describe.rotary_angles import Turning, Unfit, are_near, measure
 from qkv.models.masks import parts_of
 
 _EPS: Final = ("variance_epsilon", "eps", "epsilon")
@@ -28,92 +29,76 @@ _DIGITS: Final = 9
 _OFFSETS: Final = (0, 1)
 
 
-class Run(NamedTuple):
-    """A run of a layer's module.
+class Nearest(NamedTuple):
+    """The nearest description of a layer.
 
     Attributes:
-        record: what was recorded.
-        positions: of its tokens.
+        fields: of qkv.toml.
+        missing: parts of the layer that no field holds.
     """
 
-    record: LayerRecord
-    positions: Sequence[int]
-
-    @property
-    def call(self) -> AttentionCall:
-        """The captured attention call.
-
-        Raises:
-            Unfit: there is none.
-        """
-        if self.record.call is None:
-            raise Unfit(f"no attention call that was captured: {self.record.missed}")
-        return self.record.call
-
-    @property
-    def x(self) -> Tensor:
-        """The embeddings (B, L, M) that the module receives.
-
-        Raises:
-            Unfit: it receives no such tensor.
-        """
-        x, call = self.record.x, self.call
-        shape = (len(call.query), call.query.shape[2])
-        if x is not None and x.dim() == 2 and shape[0] == 1:
-            x = x[None]
-        if x is None or x.dim() != 3 or tuple(x.shape[:2]) != shape:
-            got = "nothing" if x is None else list(x.shape)
-            raise Unfit(f"an input of other axes than (B, L, M): got {got}")
-        return x
+    fields: dict[str, Any]
+    missing: list[str]
 
 
-def find_fields(
+def find_nearest(
     layer: Layer,
     names: Mapping[str, str],
-    module: nn.Module,
-    near: Run,
-    far: Run | None,
+    run: AttentionRun,
+    turned: AttentionRun,
     tables: Sequence[Tensor],
-) -> dict[str, Any]:
-    """Returns the fields of a layer.
+) -> Nearest:
+    """Returns the nearest description of a layer.
 
     Args:
         layer: with the numbers of the module, its heads, and no positions.
         names: of its tensors inside the module.
-        module: the real one.
-        near: a run with tokens at positions 0, 1, 2, ...
-        far: one whose positions double, for the rotary embedding; None: the model takes none.
+        run: with tokens at positions 0, 1, 2, ...
+        turned: the same one, or one whose positions double, for the rotary embedding.
         tables: numbers of the model that may be the exact frequencies.
-
-    Raises:
-        Unfit: the layer has a part that no description holds.
     """
-    _check_inputs(layer, names, near)
-    call = near.call
-    _check_values(layer, near)
-    norm, turnings = _turnings(layer, module, far or near)
+    call = run.call
+    output = names[layer.name_of("output.weight")] if "output.weight" in layer.weights else ""
+    unlike = [what for name, what in run.unlike.items() if not output.startswith(f"{name}.")]
+    missing: list[str] = []
     fields: dict[str, Any] = {
         "layout": layer.layout.name,
         "heads": layer.heads.query,
         "kv_heads": layer.heads.key,
-        **_mask_fields(call),
-        **_positions(turnings, layer.head_width, tables),
+        "causal": bool(call.causal),
+        "positions": "none",
     }
-    if norm is not None:
-        fields["qk_norm"] = {"eps": norm.eps, "offset": norm.offset}
+    factor = 1.0
+    with _noting(missing):
+        _check_values(layer, run)
+    with _noting(missing):
+        fields |= _mask_fields(call)
+    with _noting(missing):
+        norm, turnings = _turnings(layer, turned)
+        fields |= _positions(turnings, layer.head_width, tables)
+        if norm is not None:
+            fields["qk_norm"] = {"eps": norm.eps, "offset": norm.offset}
+        factor = turnings[0].rest * turnings[1].rest
     if call.softcap is not None:
         fields["softcap"] = float(call.softcap)
     if call.sinks is not None and SINKS not in layer.weights:
-        raise Unfit("attention sinks that no layout reads")
-    query, key = turnings
-    factor = query.rest * key.rest
+        missing.append("attention sinks that no layout reads")
     scale = call.scale if abs(factor - 1) <= _SAME else _rounded(call.scale * factor)
     if abs(scale * layer.head_width**0.5 - 1) > _SAME:
         fields["scale"] = scale
-    return fields
+    return Nearest(fields, unlike[:1] or missing)  # nothing fits if the projections get others
 
 
-def window_of(call: AttentionCall) -> tuple[int | None, int | None]:
+@contextlib.contextmanager
+def _noting(missing: list[str]) -> Iterator[None]:
+    """Adds a part that no field holds to a list, and goes on."""
+    try:
+        yield
+    except Unfit as unfit:
+        missing.append(str(unfit))
+
+
+def reach_of(call: AttentionCall) -> tuple[int | None, int | None]:
     """Returns how many keys to the left and to the right a query sees; None: all.
 
     Raises:
@@ -135,31 +120,16 @@ def window_of(call: AttentionCall) -> tuple[int | None, int | None]:
 
 
 def _mask_fields(call: AttentionCall) -> dict[str, Any]:
-    left, right = window_of(call)
-    fields: dict[str, Any] = {"causal": right == 0}
-    if left is not None or right not in (None, 0):
-        if left is None or right is None:
-            raise Unfit(f"a window of one side: got {left} and {right}")
-        fields["window"] = [left, right]
-    return fields
-
-
-def _check_inputs(layer: Layer, names: Mapping[str, str], run: Run) -> None:
-    """Checks that the projections receive what the module receives."""
-    whole = run.x
-    others = [t for t in (*run.record.args, *run.record.kwargs.values()) if t is not run.record.x]
-    output = names[layer.name_of("output.weight")] if "output.weight" in layer.weights else ""
-    for name, x in run.record.inputs.items():
-        if output.startswith(f"{name}.") or "norm" in name or not isinstance(x, Tensor):
-            continue
-        if x.numel() != whole.numel() or any(x is other for other in others):
-            raise Unfit(f"keys of other embeddings than those of the queries, at {name}")
-        if not _are_near(x.reshape(whole.shape), whole):
-            raise Unfit(f"a norm or another function in front of the projection {name}")
+    left, right = reach_of(call)
+    if left is None and right in (None, 0):
+        return {"causal": right == 0}
+    if left is None or right is None:
+        raise Unfit(f"a window of one side: got {left} and {right}")
+    return {"causal": right == 0, "window": [left, right]}
 
 
 def _projected(layer: Layer, role: str, x_BNM: Tensor) -> Tensor:
-    weight = torch.from_numpy(layer.weights[f"{role}.weight"].copy())
+    weight = torch.from_numpy(layer.weights[f"{role}.weight"])
     bias = layer.weights.get(f"{role}.bias")
     return projection.split_heads(
         projection.apply(x_BNM, weight, None if bias is None else torch.from_numpy(bias)),
@@ -175,53 +145,53 @@ def _called(layer: Layer, role: str, call: AttentionCall) -> Tensor:
     """
     called: Tensor = getattr(call, role)
     heads = layer.head_count(role)
-    if called.shape[1] != heads and called.shape[1] % heads == 0:  # the model has repeated them
-        called = called[:, :: called.shape[1] // heads]
-    if called.shape[1] != heads:
+    if called.shape[1] % heads:
         raise Unfit(f"{called.shape[1]} heads of {role} where the projection has {heads}")
-    return called
+    return called[:, :: called.shape[1] // heads]  # the model may have repeated them
 
 
-def _check_values(layer: Layer, run: Run) -> None:
-    projected, called = _projected(layer, "value", run.x), _called(layer, "value", run.call)
-    if projected.shape != called.shape or not _are_near(projected, called):
+def _check_values(layer: Layer, run: AttentionRun) -> None:
+    projected, called = _projected(layer, "value", run.x_BLM), _called(layer, "value", run.call)
+    if projected.shape != called.shape or not are_near(projected, called):
         raise Unfit("a norm or another function of values after their projection")
 
 
-def _turnings(
-    layer: Layer, module: nn.Module, run: Run
-) -> tuple[QKNorm | None, tuple[Turning, Turning]]:
+def _turnings(layer: Layer, run: AttentionRun) -> tuple[QKNorm | None, tuple[Turning, Turning]]:
     """Returns the norm of queries and keys, and what turns both.
 
     Raises:
         Unfit: they are none.
     """
-    call, problem = run.call, Unfit("")
-    found: list[tuple[float, QKNorm | None, tuple[Turning, Turning]]] = []
-    projected = {role: _projected(layer, role, run.x) for role in ("query", "key")}
-    for norm in _norms(layer, module):
-        turnings = []
+    found: list[tuple[QKNorm | None, tuple[Turning, Turning]]] = []
+    problem = Unfit("")
+    for norm in _norms(layer, run.module):
         try:
-            for role, x_BHND in projected.items():
-                weight = layer.weights.get(f"{role}_norm.weight")
-                if weight is not None and norm is not None:
-                    x_BHND = normalize(x_BHND, torch.from_numpy(weight.copy()), norm)
-                called_BHND = _called(layer, role, call)
-                if called_BHND.shape != x_BHND.shape:
-                    raise Unfit(
-                        f"{role} of the shape {list(called_BHND.shape)} where the projection gives "
-                        f"{list(x_BHND.shape)}, such as in latent attention"
-                    )
-                turnings.append(measure(x_BHND, called_BHND, run.positions))
-        except Unfit as error:
-            problem = error
+            query, key = (_turning(layer, run, role, norm) for role in ("query", "key"))
+        except Unfit as unfit:
+            problem = unfit
             continue
-        query, key = turnings
-        found.append((query.error + key.error, norm, (query, key)))
+        found.append((norm, (query, key)))
     if not found:
         raise problem
-    _, norm, turned = min(found, key=lambda each: each[0])
-    return norm, turned
+    return min(found, key=lambda each: sum(turning.error for turning in each[1]))
+
+
+def _turning(layer: Layer, run: AttentionRun, role: str, norm: QKNorm | None) -> Turning:
+    """Returns what turns queries or keys after their norm.
+
+    Raises:
+        Unfit: it is no rotary embedding.
+    """
+    x_BHND, called_BHND = _projected(layer, role, run.x_BLM), _called(layer, role, run.call)
+    weight = layer.weights.get(f"{role}_norm.weight")
+    if weight is not None and norm is not None:
+        x_BHND = normalize(x_BHND, torch.from_numpy(weight), norm)
+    if called_BHND.shape != x_BHND.shape:
+        raise Unfit(
+            f"{role} of the shape {list(called_BHND.shape)} where the projection gives "
+            f"{list(x_BHND.shape)}, such as in latent attention"
+        )
+    return measure(x_BHND, called_BHND, run.positions)
 
 
 def _norms(layer: Layer, module: nn.Module) -> Iterator[QKNorm | None]:
@@ -249,10 +219,10 @@ def _positions(
     of_query, of_key = (torch.tensor(t.frequencies, dtype=torch.float64) for t in turnings)
     if (query.order, query.dims) != (key.order, key.dims) or not _are_same(of_query, of_key):
         raise Unfit("different positions of queries and keys")
-    exact = _exact(of_query, tables)
+    same = (t for t in tables if t.shape == of_query.shape and _are_same(t, of_query))
+    exact = next(same, of_query).double()
     rope: dict[str, Any] = {"order": query.order}
-    base = _base_of(exact)
-    if base is None:
+    if (base := _base_of(exact)) is None:
         rope["frequencies"] = [_rounded(float(each)) for each in exact]
     else:
         rope["base"] = base
@@ -262,14 +232,6 @@ def _positions(
     if abs(amplitude - 1) > _SAME:
         rope["amplitude"] = _rounded(amplitude)
     return {"positions": "rotary", "rope": rope}
-
-
-def _exact(frequencies_C: Tensor, tables: Sequence[Tensor]) -> Tensor:
-    """Returns a table of the model that has these frequencies, or they themselves."""
-    for table in tables:
-        if table.shape == frequencies_C.shape and _are_same(table, frequencies_C):
-            return table.double()
-    return frequencies_C
 
 
 def _base_of(frequencies_C: Tensor) -> float | None:
@@ -287,10 +249,6 @@ def _are_same(one_C: Tensor, other_C: Tensor) -> bool:
     """Returns True if measured frequencies are the same."""
     off_C = (one_C.double() - other_C).abs()
     return bool((off_C <= 1e-8 + 2 * _SAME * other_C.abs()).all())
-
-
-def _are_near(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).abs().max() <= TOLERANCE * other.abs().max())
 
 
 def _rounded(number: float) -> float:

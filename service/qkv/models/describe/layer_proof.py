@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -10,97 +10,102 @@ import torch
 from torch import Tensor, nn
 
 from qkv.attention.layers.layer import Layer
-from qkv.attention.layers.layer_weights import Array
+from qkv.attention.layers.layer_options import LayerOptions
+from qkv.attention.layers.layer_reader import read_layer
+from qkv.attention.layers.layout_catalogue import Layout
 from qkv.errors import QkvError
 from qkv.local import attend
-from qkv.models.describe.layer_record import LayerRecord, first_tensor
+from qkv.models.describe.attention_run import AttentionRun
+from qkv.models.describe.located_layers import LocatedLayer
 from qkv.models.describe.rotary_angles import Unfit
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
 TOLERANCE: Final = 1e-5
 """The largest error, relative to the largest number of the output."""
-SIZES: Final = (1.0, 0.01, 4.0)
+SIZES: Final = (0.01, 4.0)
 """Factors of the inputs: a small input shows the eps of a norm, and a large one what is clipped."""
 _PARAMETERS: Final = ("causal", "window", "scale", "softcap")
-_OF_TOML: Final = ("positions", "input_norm")
 
 
-def error_of(
-    layer: Layer,
-    fields: Mapping[str, Any],
-    module: nn.Module,
-    record: LayerRecord,
-    x_BLM: Tensor,
-    tensors: Mapping[str, Array],
-    size: float = 1.0,
-) -> float:
-    """Returns the largest error of a description, relative to the largest number of the output.
+class LayerProof:
+    """A layer with the numbers that its module has now, and both compared.
 
     Args:
-        layer: that it describes.
-        fields: of qkv.toml.
-        module: with the numbers of `tensors`; it runs again.
-        record: of a run, whose arguments it gets.
-        x_BLM: its input there.
-        tensors: of the layer, float64, by whole name.
-        size: factor of the input.
+        located: the layer.
+        layout: of its tensors.
+        run: of its module, which runs again.
+
+    Attributes:
+        layer: as qkv reads it.
 
     Raises:
-        Unfit: the module returns no such output, or qkv refuses the layer.
+        Unfit: the tensors do not split into the heads of the run.
     """
-    recorded = record.x
-    assert recorded is not None
 
-    def replaced(value: Any) -> Any:
-        if value is recorded:
-            return value * size
-        if isinstance(value, tuple | list):
-            return type(value)(replaced(each) for each in value)
-        return value
+    def __init__(self, located: LocatedLayer, layout: Layout, run: AttentionRun) -> None:
+        self._run, self._tensors = run, located.tensors(run.module)
+        self.layer = self._read(layout, located.found.prefix)
 
-    args = [replaced(value) for value in record.args]
-    kwargs = {name: replaced(value) for name, value in record.kwargs.items()}
-    with torch.no_grad():
-        expected = first_tensor(module(*args, **kwargs))
-        found = _output(layer, fields, tensors, x_BLM * size)
-        if expected is not None and (behind := _norm_behind(layer, module)) is not None:
-            found = behind(found + x_BLM * size)
-    if expected is None or expected.numel() != found.numel():
-        shape = None if expected is None else list(expected.shape)
-        raise Unfit(f"an output of another shape: got {shape}, expected {list(found.shape)}")
-    expected = expected.reshape(found.shape)
-    return float((found - expected).abs().max() / expected.abs().max())
+    def _read(self, layout: Layout, prefix: str) -> Layer:
+        call, problem = self._run.call, ""
+        for kv_heads in (call.key.shape[1], None):
+            options = LayerOptions(
+                layout=layout.name, heads=call.query.shape[1], kv_heads=kv_heads, prefix=prefix
+            )
+            try:
+                return read_layer(options, layout.select(self._tensors, prefix))
+            except QkvError as error:
+                problem = problem or error.detail
+        raise Unfit(f"weights that qkv refuses: {problem}")
 
+    def error(self, fields: Mapping[str, Any], sizes: Sequence[float] = (1.0,)) -> float:
+        """Returns the largest error of a description, relative to the output's largest number.
 
-def _output(
-    layer: Layer, fields: Mapping[str, Any], tensors: Mapping[str, Array], x_BLM: Tensor
-) -> Tensor:
-    """Returns the output of qkv's own pass, as a request with these tensors gets it."""
-    sent = {n: v for n, v in fields.items() if n not in (*_PARAMETERS, *_OF_TOML)}
-    message = Message(
-        {
-            "layer": {**sent, "prefix": layer.options.prefix},
-            "parameters": {n: fields[n] for n in _PARAMETERS if n in fields},
-            "outputs": ["output"],
-        },
-        {"x": RawTensor.from_numpy(x_BLM.numpy())},
-        {name: RawTensor.from_numpy(array) for name, array in tensors.items()},
-    )
-    try:
-        response = attend("softmax", message)
-    except QkvError as error:
-        raise Unfit(f"weights that qkv refuses: {error.detail}") from None
-    output = torch.from_numpy(np.array(response.tensors["output"].numpy()))
-    return output.transpose(1, 2).flatten(2) if output.dim() == 4 else output
+        Args:
+            fields: of qkv.toml.
+            sizes: factors of the embeddings.
 
+        Raises:
+            Unfit: the module returns no such output, or qkv refuses the layer.
+        """
+        return float(np.max([self._error(fields, size) for size in sizes]))  # NaN stays NaN
 
-def _norm_behind(layer: Layer, module: nn.Module) -> nn.Module | None:
-    """Returns the norm of the sum of input and output that ends the module; None: there is none."""
-    if "output.weight" not in layer.weights:
-        return None
-    output = layer.name_of("output.weight").removeprefix(layer.options.prefix or "")
-    name = layer.layout.behind.get(output.removesuffix(".weight"))
-    if name is None or name not in dict(module.named_modules()):
-        return None
-    return module.get_submodule(name)
+    def _error(self, fields: Mapping[str, Any], size: float) -> float:
+        x_BLM, expected = self._run.x_BLM * size, self._run.output(size)
+        found = self._output(fields, x_BLM)
+        if (behind := self._norm_behind()) is not None:
+            with torch.no_grad():
+                found = behind(found + x_BLM)
+        if expected is None or expected.numel() != found.numel():
+            shape = None if expected is None else list(expected.shape)
+            raise Unfit(f"an output of another shape: got {shape}, expected {list(found.shape)}")
+        expected = expected.reshape(found.shape)
+        return float((found - expected).abs().max() / expected.abs().max())
+
+    def _output(self, fields: Mapping[str, Any], x_BLM: Tensor) -> Tensor:
+        """Returns the output of qkv's own pass, as a request with these tensors gets it."""
+        sent = {n: v for n, v in fields.items() if n not in (*_PARAMETERS, "positions")}
+        message = Message(
+            {
+                "layer": {**sent, "prefix": self.layer.options.prefix},
+                "parameters": {n: fields[n] for n in _PARAMETERS if n in fields},
+                "outputs": ["output"],
+            },
+            {"x": RawTensor.from_numpy(x_BLM.numpy())},
+            {name: RawTensor.from_numpy(array) for name, array in self._tensors.items()},
+        )
+        try:
+            response = attend("softmax", message)
+        except QkvError as error:
+            raise Unfit(f"weights that qkv refuses: {error.detail}") from None
+        output = torch.from_numpy(np.array(response.tensors["output"].numpy()))
+        return output.transpose(1, 2).flatten(2) if output.dim() == 4 else output
+
+    def _norm_behind(self) -> nn.Module | None:
+        """Returns the norm of the sum of input and output that ends the module, if there is one."""
+        if "output.weight" not in self.layer.weights:
+            return None
+        output = self.layer.name_of("output.weight").removeprefix(self.layer.options.prefix or "")
+        name = self.layer.layout.behind.get(output.removesuffix(".weight"))
+        return None if name is None else dict(self._run.module.named_modules()).get(name)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
@@ -21,6 +24,15 @@ from qkv.jobs.loaded.layer_parts import places_of
 from qkv.models.describe.rotary_angles import Unfit
 from qkv.wire.checkpoint.checkpoint import Checkpoint
 
+_PARTS: Final = {  # of an attention, by words in the names of tensors
+    "gate|g_proj": "a gate",
+    "conv": "a convolution",
+    "relative|rel_|bias_table|distance|bias_[uv]": "relative positions",
+    "kv_[ab]_|latent": "latent attention",
+    "temp|scale|lambda": "a temperature",
+    "norm|_ln": "a norm",
+}
+
 
 @dataclass
 class LocatedLayer:
@@ -31,7 +43,7 @@ class LocatedLayer:
         place: its name in requests.
         path: of its module.
         names: of the layer's tensors inside the module, by their names in the files.
-        files: the names in the files of all tensors of the module, by their names inside it.
+        files: the names in the files of all tensors of the model, by their names there.
     """
 
     found: FoundLayer
@@ -41,17 +53,38 @@ class LocatedLayer:
     files: Mapping[str, str]
 
     @property
-    def holders(self) -> set[str]:
-        """The names of the modules inside it that have tensors of the layer."""
-        return {name.rpartition(".")[0] for name in self.names.values()} - {""}
+    def projections(self) -> set[str]:
+        """The names of the modules inside it that have matrices of the layer."""
+        holders = {name.rpartition(".")[0] for name in self.names.values()} - {""}
+        return {name for name in holders if "norm" not in name}
 
     def tensors(self, module: nn.Module) -> dict[str, Array]:
         """Returns the tensors of the layer as the module has them now, by their whole names."""
-        # parameters that overlap must not be the same memory for who looks for their names
+        # a layer looks for its names by memory, so that rows that overlap are copied
         return {
-            name: module.get_parameter(inside).detach().numpy().copy()
+            name: module.get_parameter(inside).detach().contiguous().numpy()
             for name, inside in self.names.items()
         }
+
+    @contextlib.contextmanager
+    def own_numbers(self, module: nn.Module, checkpoint: Checkpoint) -> Iterator[None]:
+        """Gives a module the numbers of the files inside the block, in float64.
+
+        Raises:
+            Unfit: the files do not have all of them.
+        """
+        drawn = {}
+        try:
+            for name, parameter in module.named_parameters():
+                if f"{self.path}.{name}" not in self.files:
+                    raise Unfit(f"{name}, which the files do not have")
+                numbers = checkpoint.read(self.files[f"{self.path}.{name}"]).numpy()
+                drawn[parameter] = parameter.data
+                parameter.data = torch.from_numpy(numbers.astype(np.float64))
+            yield
+        finally:
+            for parameter, data in drawn.items():
+                parameter.data = data
 
 
 def locate(
@@ -63,14 +96,13 @@ def locate(
         The layers, and what is missing for the others, by name.
 
     Raises:
-        InvalidContent: the files have no attention layer.
+        InvalidContent: neither the files nor the model have attention.
     """
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
     found_layers = layout_catalogue.find_layers(shapes)
-    if not found_layers:
-        raise InvalidContent(f"{checkpoint.path} has no attention layer in a known layout")
     places = places_of(found.prefix for found in found_layers)
     in_model = _renamed(model, checkpoint)
+    files = {new: name for name, new in in_model.items()}
     known = dict(model.named_parameters(remove_duplicate=False))
     layers: dict[str, LocatedLayer] = {}
     missing = {}
@@ -83,15 +115,36 @@ def locate(
         elif path in layers:
             missing[place] = f"the same module as {layers[path].place}"
         else:
-            below = f"{path}."
-            files = {
-                new.removeprefix(below): name
-                for name, new in in_model.items()
-                if new.startswith(below)
-            }
-            relative = {name: new.removeprefix(below) for name, new in inside.items()}
+            relative = {name: new.removeprefix(f"{path}.") for name, new in inside.items()}
             layers[path] = LocatedLayer(found, place, path, relative, files)
+    missing |= _in_no_layout(model, layers)
+    if not layers and not missing:
+        raise InvalidContent(f"{checkpoint.path} has no attention layer")
     return list(layers.values()), missing
+
+
+def _in_no_layout(model: nn.Module, paths: Collection[str]) -> dict[str, str]:
+    """Returns what is missing for the modules of attention whose tensors no layout reads."""
+    known = [f"{path}." for path in paths]
+    missing: dict[str, str] = {}
+    for path, module in model.named_modules():
+        is_known = any(f"{path}.".startswith(each) or each.startswith(f"{path}.") for each in known)
+        if is_known or "attention" not in type(module).__name__.lower():
+            continue
+        names = [name for name, _ in module.named_parameters()]
+        if len(names) > 1:
+            known.append(f"{path}.")  # its parts are not named again
+            missing[path] = unread_part(names)
+    return missing
+
+
+def unread_part(names: Sequence[str]) -> str:
+    """Returns the part of an attention that tensors belong to which no layout reads."""
+    for words, part in _PARTS.items():
+        for name in names:
+            if re.search(words, name):
+                return f"{part} that no layout reads, {name}"
+    return f"a tensor that no layout reads, {names[0]}"
 
 
 def _renamed(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
@@ -117,30 +170,3 @@ def _parent(names: Sequence[str]) -> str:
     every = [name.split(".")[:-end] for name, end in ends.items()]
     same = itertools.takewhile(lambda words: len(set(words)) == 1, zip(*every, strict=False))
     return ".".join(words[0] for words in same)
-
-
-class OwnNumbers:
-    """Gives a module the numbers of the files inside the block, in float64.
-
-    Args:
-        checkpoint: the files.
-        layer: of the files.
-        module: that of the layer.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, layer: LocatedLayer, module: nn.Module) -> None:
-        self._checkpoint, self._names, self._module = checkpoint, layer.files, module
-        self._drawn: dict[str, Tensor] = {}
-
-    def __enter__(self) -> None:
-        for name, _ in self._module.named_parameters():
-            if name not in self._names:
-                raise Unfit(f"{name}, which the files do not have")
-        for name, parameter in self._module.named_parameters():
-            numbers = self._checkpoint.read(self._names[name]).numpy().astype(np.float64)
-            self._drawn[name] = parameter.data
-            parameter.data = torch.from_numpy(numbers)
-
-    def __exit__(self, *_: object) -> None:
-        for name, parameter in self._module.named_parameters():
-            parameter.data = self._drawn[name]

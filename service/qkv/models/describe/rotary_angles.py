@@ -70,15 +70,11 @@ def measure(projected_BHND: Tensor, called_BHND: Tensor, positions: Sequence[int
     if not bool(moved_D.any()):
         return Turning(None, (), 0, 1.0, _common(factor_D), error)
     for order, dims in _candidates(moved_D):
-        pairs = _pairs(order, dims)
-        if not bool(_is_pairwise(scaled_BHND, called_BHND, pairs, largest)):
-            continue
-        angles_NC = _angles(scaled_BHND, called_BHND, pairs)
-        frequencies = _frequencies(angles_NC, positions)
-        turned = _common(factor_D[:dims][moved_D[:dims]])
-        rest_D = factor_D[~moved_D]
-        rest = _common(rest_D) if len(rest_D) else turned
-        return Turning(order, frequencies, dims, turned, rest, error)
+        turn_NC = _turns(scaled_BHND, called_BHND, order, dims, TOLERANCE * largest)
+        if turn_NC is not None:
+            turned = _common(factor_D[:dims][moved_D[:dims]])
+            rest = turned if bool(moved_D.all()) else _common(factor_D[~moved_D])
+            return Turning(order, _frequencies(turn_NC, positions), dims, turned, rest, error)
     raise Unfit("positions that do not turn pairs of channels by an angle for each position")
 
 
@@ -103,58 +99,33 @@ def _candidates(moved_D: Tensor) -> Iterator[tuple[_Order, int]]:
     yield "interleaved", least
 
 
-def _pairs(order: _Order, dims: int) -> tuple[Tensor, Tensor]:
-    index = torch.arange(dims)
-    if order == "half":
-        return index[: dims // 2], index[dims // 2 :]
-    return index[::2], index[1::2]
-
-
 def _turns(
-    before_BHND: Tensor, after_BHND: Tensor, pairs: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns pairs as complex numbers, before and after, and the turn (N, C) between them."""
-    z_before, z_after = (
-        torch.complex(x[..., pairs[0]], x[..., pairs[1]]) for x in (before_BHND, after_BHND)
-    )
-    turn_NC = (z_after * z_before.conj()).sum((0, 1)) / z_before.abs().square().sum((0, 1))
-    return z_before, z_after, turn_NC
+    before_BHND: Tensor, after_BHND: Tensor, order: _Order, dims: int, largest_error: float
+) -> Tensor | None:
+    """Returns the turn (N, C) of each pair, a complex number; None: the channels are no pairs."""
+    index = torch.arange(dims).view(2, -1) if order == "half" else torch.arange(dims).view(-1, 2).T
+    before, after = (torch.complex(*x[..., index].unbind(-2)) for x in (before_BHND, after_BHND))
+    turn_NC = (after * before.conj()).sum((0, 1)) / before.abs().square().sum((0, 1))
+    error = float((after - turn_NC * before).abs().max())
+    return turn_NC if error <= largest_error else None
 
 
-def _is_pairwise(
-    before_BHND: Tensor, after_BHND: Tensor, pairs: tuple[Tensor, Tensor], largest: float
-) -> Tensor:
-    """Returns True if each pair is turned by one angle at each position, and keeps its size.
+def _frequencies(turn_NC: Tensor, positions: Sequence[int]) -> tuple[float, ...]:
+    """Returns the frequency of each pair, from its turns.
 
     Raises:
-        Unfit: its size depends on the position.
+        Unfit: they have other sizes than 1, or angles that do not grow with the position.
     """
-    z_before, z_after, turn_NC = _turns(before_BHND, after_BHND, pairs)
-    is_turned = (z_after - turn_NC * z_before).abs().amax() <= TOLERANCE * largest
     size_N = turn_NC.abs().mean(-1)
-    if bool(is_turned) and bool(((turn_NC.abs() - 1).abs() > 10 * TOLERANCE).any()):
+    if bool(((turn_NC.abs() - 1).abs() > 10 * TOLERANCE).any()):
         at = int((size_N - 1).abs().argmax())
         raise Unfit(f"a temperature that depends on the position: a factor of {size_N[at]:.4g}")
-    return is_turned
-
-
-def _angles(before_BHND: Tensor, after_BHND: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
-    return _turns(before_BHND, after_BHND, pairs)[2].angle()
-
-
-def _frequencies(angles_NC: Tensor, positions: Sequence[int]) -> tuple[float, ...]:
-    """Returns the frequency of each pair, from its angles.
-
-    Raises:
-        Unfit: the angles do not grow with the position.
-    """
-    rows = {position: angles_NC[row] for row, position in enumerate(positions)}
-    last = max(positions)
-    doubling = [p for p in sorted(rows) if p and (p == last or math.log2(p).is_integer())]
+    angles_NC = turn_NC.angle()
     frequency_C = torch.zeros_like(angles_NC[0])
-    for position in doubling:
-        expected_C = frequency_C * position
-        frequency_C = (expected_C + _wrapped(rows[position] - expected_C)) / position
+    for row, position in enumerate(positions):
+        if position:
+            expected_C = frequency_C * position
+            frequency_C = (expected_C + _wrapped(angles_NC[row] - expected_C)) / position
     positions_N1 = torch.tensor(positions, dtype=torch.float64)[:, None]
     off_NC = _wrapped(angles_NC - positions_N1 * frequency_C).abs()
     if bool((off_NC > _STEP + _DRIFT * positions_N1 * frequency_C.abs()).any()):
@@ -165,3 +136,8 @@ def _frequencies(angles_NC: Tensor, positions: Sequence[int]) -> tuple[float, ..
 def _wrapped(angles: Tensor) -> Tensor:
     """Returns angles between -pi and pi."""
     return torch.remainder(angles + math.pi, 2 * math.pi) - math.pi
+
+
+def are_near(one: Tensor, other: Tensor) -> bool:
+    """Returns True if two tensors are equal but for the rounding inside a model."""
+    return bool((one - other).abs().max() <= TOLERANCE * other.abs().max())
