@@ -26,7 +26,6 @@ from qkv.api.endpoints import (
     convert,
     health,
     layers,
-    loaded_layers,
     metrics,
     open_inference_infer,
     open_inference_models,
@@ -38,8 +37,8 @@ from qkv.api.endpoints import (
     variants,
     verify,
 )
-from qkv.api.endpoints.open_inference_catalogue import ModelCatalogue
 from qkv.api.endpoints.open_inference_infer import InferHandler
+from qkv.api.endpoints.open_inference_repository import ModelCatalogue
 from qkv.api.endpoints.playground import SWAGGER_PATH
 from qkv.api.error_responses import (
     ErrorMiddleware,
@@ -281,8 +280,8 @@ def _routers(runtime: Runtime) -> tuple[list[APIRouter], dict[str, DirectRoute]]
         compare.router(job_runner, settings),
         sweep.router(job_runner, settings, shared_state),
         convert.router(job_runner, settings),
-        layers.router(job_runner, settings),
-        loaded_layers.router(job_runner.limits.layers),
+        layers.finding_router(job_runner, settings),
+        layers.listing_router(job_runner.limits.layers),
         verify.router(job_runner, settings),
         variants.router(),
         health.router(engine, shared_state),

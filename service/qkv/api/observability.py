@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qkv.api.endpoints.open_inference_catalogue import LAYER_VARIANT
+from qkv.api.endpoints.open_inference_repository import LAYER_VARIANT
 from qkv.api.error_responses import error_response
 from qkv.api.request_record import RequestRecord, begin
 from qkv.api.request_source import SourceRules

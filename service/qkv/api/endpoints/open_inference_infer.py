@@ -10,14 +10,13 @@ import pydantic
 from fastapi import APIRouter, Body, Request, Response
 
 from qkv.api.bodies import DEADLINE
-from qkv.api.endpoints.open_inference_catalogue import (
+from qkv.api.endpoints.open_inference_repository import (
     VERSION,
     ModelCatalogue,
 )
-from qkv.api.endpoints.open_inference_models import new_router
 from qkv.api.endpoints.open_inference_request import InferFields, InferRequest, parse_fields
 from qkv.api.job_runner import JobRunner
-from qkv.api.openapi.open_inference_operation import error_responses
+from qkv.api.openapi.open_inference_operation import error_responses, new_router
 from qkv.api.openapi.operation import BINARY, SERVER_TIMING, variant_name
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
 from qkv.api.request_record import record

@@ -8,24 +8,23 @@ Triton's extensions model_configuration and statistics
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.routing import APIRoute
 from pydantic_core import to_json
 
-from qkv.api.endpoints.open_inference_catalogue import (
+from qkv.api.endpoints.open_inference_repository import (
     LAYER_VARIANT,
     VERSION,
     Model,
     ModelCatalogue,
+    datatype_of,
     default_output,
 )
-from qkv.api.openapi.open_inference_operation import error_responses
+from qkv.api.openapi.open_inference_operation import error_responses, new_router
 from qkv.api.openapi.operation import variant_name
 from qkv.api.request_body import record_response
 from qkv.attention import catalogue
 from qkv.attention.signature import fixed_size
 from qkv.engine.job_executor import JobExecutor
 from qkv.errors import ServiceUnavailable
-from qkv.jobs.state import SUMS
 from qkv.telemetry.counters import Counters
 from qkv.telemetry.model_statistics import triton_statistics
 from qkv.telemetry.worker_state import SharedState
@@ -76,18 +75,6 @@ async def _version(request: Request) -> str:
 
 Version = Annotated[str, Depends(_version)]
 """The version in the path, which may have none."""
-
-# of the dtypes that a tensor may have
-_PREFERRED_DTYPES: Final = ("bool", "float32", "int64", "float64")
-
-
-def new_router(route_class: type[APIRoute] = APIRoute) -> APIRouter:
-    """Returns a router of the protocol; its operation ids are `v2_` and the function's name."""
-    return APIRouter(
-        tags=["open inference protocol"],
-        route_class=route_class,
-        generate_unique_id_function=lambda r: f"v2_{r.name}",
-    )
 
 
 def router(engine: JobExecutor, shared_state: SharedState, models: ModelCatalogue) -> APIRouter:
@@ -147,7 +134,7 @@ def _add_models(
         responses=error_responses(500, 503),
     )
     async def models_listed() -> ModelList:
-        return ModelList(models=[name for name in models.names if models.is_loaded(name)])
+        return ModelList(models=models.loaded_names)
 
     @routes.get(
         "/v2/models/stats",
@@ -157,8 +144,7 @@ def _add_models(
         responses=error_responses(500, 503),
     )
     async def statistics() -> StatisticsResponse:
-        names = [name for name in models.names if models.is_loaded(name)]
-        return _statistics(counters, *names)
+        return _statistics(counters, *models.loaded_names)
 
     @routes.get(
         "/v2/models/{model}",
@@ -231,7 +217,7 @@ def _metadata(model: Model) -> ModelMetadata:
         inputs=tuple(
             InputMetadata(
                 name=spec.name,
-                datatype=_datatype(spec.dtypes),
+                datatype=datatype_of(spec.dtypes),
                 shape=_sizes(spec.letters),
                 parameters=InputParameters(
                     datatypes=[DATATYPES[d] for d in spec.dtypes],
@@ -250,7 +236,7 @@ def _metadata(model: Model) -> ModelMetadata:
                     axes=letters, on_request=name != default_output(model.variant)
                 ),
             )
-            for name, letters, datatype in _outputs(model)
+            for name, letters, datatype in model.outputs
         ),
     )
 
@@ -268,7 +254,7 @@ def _config(model: Model, engine: JobExecutor, instances: int) -> ModelConfig:
         input=tuple(
             InputConfig(
                 name=i.name,
-                data_type=f"TYPE_{_datatype(i.dtypes)}",
+                data_type=f"TYPE_{datatype_of(i.dtypes)}",
                 dims=_sizes(i.letters),
                 optional=i.is_optional,
             )
@@ -276,7 +262,7 @@ def _config(model: Model, engine: JobExecutor, instances: int) -> ModelConfig:
         ),
         output=tuple(
             OutputConfig(name=name, data_type=f"TYPE_{datatype}", dims=_sizes(letters))
-            for name, letters, datatype in _outputs(model)
+            for name, letters, datatype in model.outputs
         ),
         instance_group=(
             ModelInstances(
@@ -305,24 +291,6 @@ def _statistics(counters: Counters, *names: str) -> StatisticsResponse:
     )
 
 
-def _outputs(model: Model) -> list[tuple[str, tuple[str, ...], str]]:
-    """Returns name, axes and datatype of each output, those of a state and the steps included."""
-    groups = model.variant.groups.values()
-    return [
-        *((o.name, o.letters, "FP32") for o in model.outputs),
-        *(
-            (name, spec.letters, "FP64" if name == SUMS else _datatype(spec.dtypes))
-            for specs in groups
-            for name, spec in specs.items()
-        ),
-    ]
-
-
 def _sizes(letters: tuple[str, ...]) -> list[int]:
     """Returns the size of each axis; -1: any size."""
     return [fixed_size(letter) or -1 for letter in letters]
-
-
-def _datatype(dtypes: tuple[str, ...]) -> str:
-    """Returns the datatype to report: the protocol has one for each tensor."""
-    return DATATYPES[next(dtype for dtype in _PREFERRED_DTYPES if dtype in dtypes)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import pydantic
 
-from qkv.api.endpoints.open_inference_catalogue import Model, default_output
+from qkv.api.endpoints.open_inference_repository import Model, default_output
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to

@@ -1,8 +1,11 @@
-"""The errors of the Open Inference Protocol in the OpenAPI document."""
+"""The operations of the Open Inference Protocol in the OpenAPI document, and their errors."""
 
 from __future__ import annotations
 
 from typing import Any, Final
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
 
 from qkv.wire import json
 
@@ -19,6 +22,15 @@ _ERROR_DESCRIPTIONS: Final = {
     501: "The transfer coding is not supported.",
     503: "The service is unavailable, or the deadline was exceeded.",
 }
+
+
+def new_router(route_class: type[APIRoute] = APIRoute) -> APIRouter:
+    """Returns a router of the protocol; its operation ids are `v2_` and the function's name."""
+    return APIRouter(
+        tags=["open inference protocol"],
+        route_class=route_class,
+        generate_unique_id_function=lambda r: f"v2_{r.name}",
+    )
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
