@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from qkv.attention.layers import layouts
-from qkv.attention.layers.forward_parts import Attend, Embeddings
-from qkv.attention.layers.layer_weights import BIASES, OUTPUT, Weights
+from qkv.attention.layers.forward_parts import Attend, Embeddings, Inputs, linear_of
+from qkv.attention.layers.layer_weights import BIASES, OUTPUT, Weights, linear_tensors, named
 from qkv.attention.layers.sent_tensors import Heads, SentTensors, Spellings
 from qkv.errors import InvalidContent, format_value
 
@@ -101,8 +101,16 @@ class Layout:
         Raises:
             InvalidContent: a tensor is missing or does not fit.
         """
-        weights: Weights = self.module.read(sent)
-        return weights
+        if hasattr(self.module, "read"):
+            weights: Weights = self.module.read(sent)
+            return weights
+        query, key, value = self.modules[:3]
+        return named(
+            query=sent.pair(query),
+            key=sent.pair(key),
+            value=sent.pair(value),
+            output=sent.optional_pair(self.module.OUTPUT),
+        )
 
     def write(self, weights: Weights, heads: Heads) -> Weights:
         """Returns the layout's tensors.
@@ -110,15 +118,31 @@ class Layout:
         Raises:
             InvalidContent: the layout cannot hold the weights.
         """
-        tensors: Weights = self.module.write(weights, heads)
-        return tensors
+        if hasattr(self.module, "write"):
+            tensors: Weights = self.module.write(weights, heads)
+            return tensors
+        query, key, value = self.modules[:3]
+        return linear_tensors(weights, query=query, key=key, value=value, output=self.module.OUTPUT)
 
     def forward(
         self, tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
     ) -> Tensor:
         """Runs the block from the layout's tensors as its source does, for checks."""
-        output: Tensor = self.module.forward(tensors, embeddings, heads, attend)
-        return output
+        module = self.module
+        if hasattr(module, "project"):
+            inputs: Inputs = module.project(tensors, embeddings, heads)
+        else:
+            q, k, v = zip(self.modules[:3], embeddings, strict=True)
+            inputs = linear_of(tensors, *q), linear_of(tensors, *k), linear_of(tensors, *v)
+        extras: dict[str, Any] = {
+            name: tensors.get(own) for name, own in getattr(module, "EXTRAS", {}).items()
+        }
+        attended = attend(*inputs, **extras)
+        if hasattr(module, "project_output"):
+            output: Tensor = module.project_output(attended, tensors)
+            return output
+        has_output = f"{module.OUTPUT}.weight" in tensors
+        return linear_of(tensors, module.OUTPUT, attended) if has_output else attended
 
     def recognizes(self, shapes: Shapes, parent: str = "") -> bool:
         """Returns True if tensors of these shapes may be a layer in this layout.

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from qkv.attention.layers import head_interleaving
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.forward_parts import Embeddings, Inputs, linear_of
 from qkv.attention.layers.sent_tensors import Heads
 
 MODULES = ("query_key_value", "dense")
+OUTPUT = "dense"
 QUERY = ("query_key_value.weight",)
 IS_GROUPED = False
 ALIBI = True
@@ -26,13 +26,8 @@ read, write = head_interleaving.read, head_interleaving.write
 recognizes = head_interleaving.is_full
 
 
-def forward(
-    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
-) -> Tensor:
-    """Runs the module as transformers does: the output has the axes (H, 3, D)."""
-    fused_LO = linear(
-        embeddings[0], tensors["query_key_value.weight"], tensors.get("query_key_value.bias")
-    )
-    parts = fused_LO.unflatten(-1, (heads.query or 1, 3, -1)).unbind(-2)
-    attended = attend(*(part.flatten(-2) for part in parts))
-    return project_output(attended, tensors, "dense")
+def project(tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads) -> Inputs:
+    """Returns query, key and value as transformers does: the output has the axes (H, 3, D)."""
+    fused_LO = linear_of(tensors, "query_key_value", embeddings[0])
+    query, key, value = fused_LO.unflatten(-1, (heads.query or 1, 3, -1)).unbind(-2)
+    return query.flatten(-2), key.flatten(-2), value.flatten(-2)

@@ -11,9 +11,8 @@ from typing import Final
 
 import numpy as np
 from torch import Tensor
-from torch.nn.functional import linear
 
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.forward_parts import Embeddings, Inputs, linear_of
 from qkv.attention.layers.layer_weights import (
     BIASES,
     Array,
@@ -27,6 +26,7 @@ from qkv.attention.layers.sent_tensors import Heads, SentTensors
 from qkv.errors import InvalidContent
 
 MODULES = ("qkv_proj", "out_proj")
+OUTPUT = "out_proj"
 QUERY = ("qkv_proj.weight",)
 IS_GROUPED = False
 ROTARY_ORDER = "interleaved"
@@ -79,14 +79,12 @@ def write(weights: Weights, heads: Heads) -> Weights:
     return tensors | linear_tensors(weights, output="out_proj")
 
 
-def forward(
-    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
-) -> Tensor:
-    """Runs the module as transformers does: the output has the axes (4, 3 E / 4)."""
-    fused_LO = linear(embeddings[0], tensors["qkv_proj.weight"], tensors.get("qkv_proj.bias"))
+def project(tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads) -> Inputs:
+    """Returns query, key and value as transformers does: the output has the axes (4, 3 E / 4)."""
+    fused_LO = linear_of(tensors, "qkv_proj", embeddings[0])
     quarters = fused_LO.unflatten(-1, (_QUARTERS, -1)).chunk(3, dim=-1)
     query, value, key = (quarter.flatten(-2) for quarter in quarters)
-    return project_output(attend(query, key, value), tensors, "out_proj")
+    return query, key, value
 
 
 def _split(rows: Array) -> list[Array]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from qkv.attention.layers import head_interleaving
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.forward_parts import Embeddings, Inputs, linear_of
 from qkv.attention.layers.sent_tensors import Heads
 
 MODULES = ("query_key_value", "dense")
+OUTPUT = "dense"
 QUERY = ("query_key_value.weight", "c_attn.weight")
 SPELLINGS = {"query_key_value": ("c_attn",), "dense": ("c_proj",)}
 ROTARY_ORDER = "half"
@@ -37,16 +37,12 @@ def recognizes(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return is_square and columns < rows < 3 * columns and (rows - columns) % 2 == 0
 
 
-def forward(
-    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
-) -> Tensor:
-    """Runs the module as transformers does: the output has the axes (G, H / G + 2, D)."""
-    fused_LO = linear(
-        embeddings[0], tensors["query_key_value.weight"], tensors.get("query_key_value.bias")
-    )
+def project(tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads) -> Inputs:
+    """Returns query, key and value as transformers does: the output has the axes
+    (G, H / G + 2, D)."""
+    fused_LO = linear_of(tensors, "query_key_value", embeddings[0])
     H = heads.query or 1
     G = heads.key or H
     fused_LGCD = fused_LO.unflatten(-1, (G, H // G + 2, -1))
     query, key, value = fused_LGCD[..., :-2, :], fused_LGCD[..., -2, :], fused_LGCD[..., -1, :]
-    attended = attend(query.flatten(1), key.flatten(1), value.flatten(1))
-    return project_output(attended, tensors, "dense")
+    return query.flatten(1), key.flatten(1), value.flatten(1)

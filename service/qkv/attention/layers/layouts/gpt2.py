@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor, addmm
 
-from qkv.attention.layers.forward_parts import Attend, Embeddings
+from qkv.attention.layers.forward_parts import Embeddings, Inputs
 from qkv.attention.layers.layer_weights import ROLES, Weights, bias_of, concatenated, fused, named
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
@@ -57,14 +57,16 @@ def write(weights: Weights, heads: Heads) -> Weights:
     return tensors
 
 
-def forward(
-    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
-) -> Tensor:
-    """Runs the module as transformers does."""
+def project(tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads) -> Inputs:
+    """Returns query, key and value as transformers does."""
     fused_LO = conv1d(embeddings[0], tensors, "c_attn")
     query, key, value = fused_LO.split(fused_LO.shape[-1] // 3, dim=-1)
-    attended = attend(query, key, value)
-    return conv1d(attended, tensors, "c_proj") if "c_proj.weight" in tensors else attended
+    return query, key, value
+
+
+def project_output(attended_LX: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Applies the output projection if there is one."""
+    return conv1d(attended_LX, tensors, "c_proj") if "c_proj.weight" in tensors else attended_LX
 
 
 def conv1d(x_LI: Tensor, tensors: Mapping[str, Tensor], name: str) -> Tensor:

@@ -8,11 +8,6 @@ out_lin (DistilBERT).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_inputs, project_output
 from qkv.attention.layers.layer_weights import ALL, Weights, linear_tensors, named
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
@@ -25,6 +20,8 @@ MODULES = (
     "k_norm",
     "sinks",
 )
+OUTPUT = "o_proj"
+EXTRAS = {"query_norm": "q_norm.weight", "key_norm": "k_norm.weight", "sinks": "sinks"}
 QUERY = ("q_proj.weight", "q_lin.weight")
 SPELLINGS = {
     "q_proj": ("q_lin",),
@@ -62,16 +59,3 @@ def write(weights: Weights, heads: Heads) -> Weights:
         )
         if name in weights
     }
-
-
-def forward(
-    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
-) -> Tensor:
-    """Runs the module as transformers does."""
-    attended = attend(
-        *project_inputs(embeddings, tensors, ("q_proj", "k_proj", "v_proj")),
-        query_norm=tensors.get("q_norm.weight"),
-        key_norm=tensors.get("k_norm.weight"),
-        sinks=tensors.get("sinks"),
-    )
-    return project_output(attended, tensors, "o_proj")

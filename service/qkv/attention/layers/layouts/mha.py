@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn.functional import linear
 
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.forward_parts import Embeddings, Inputs
 from qkv.attention.layers.layer_weights import (
     ROLES,
     Weights,
@@ -34,6 +34,7 @@ MODULES = (
     "v_proj_weight",
     "out_proj",
 )
+OUTPUT = "out_proj"
 QUERY = ("in_proj_weight", "q_proj_weight")
 IS_GROUPED = False
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -103,10 +104,8 @@ def write(weights: Weights, heads: Heads) -> Weights:
     return tensors | linear_tensors(weights, output="out_proj")
 
 
-def forward(
-    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
-) -> Tensor:
-    """Runs the module as torch.nn.functional.multi_head_attention_forward does."""
+def project(tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads) -> Inputs:
+    """Returns query, key and value as torch.nn.functional.multi_head_attention_forward does."""
     bias = tensors.get("in_proj_bias")
     biases = (None,) * 3 if bias is None else bias.chunk(3)
     if "in_proj_weight" in tensors:
@@ -114,4 +113,4 @@ def forward(
     else:
         weights = tuple(tensors[name] for name in _SEPARATE)
     query, key, value = map(linear, embeddings, weights, biases)
-    return project_output(attend(query, key, value), tensors, "out_proj")
+    return query, key, value

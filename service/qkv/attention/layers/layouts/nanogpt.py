@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.nn.functional import linear
 
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.forward_parts import Embeddings, Inputs, linear_of
 from qkv.attention.layers.layer_weights import Weights, fused, fused_tensors, linear_tensors, named
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
 MODULES = ("c_attn", "c_proj")
+OUTPUT = "c_proj"
 QUERY = ("c_attn.weight",)
 IS_GROUPED = False
 
@@ -40,10 +40,7 @@ def write(weights: Weights, heads: Heads) -> Weights:
     return fused_tensors(weights, "c_attn") | linear_tensors(weights, output="c_proj")
 
 
-def forward(
-    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
-) -> Tensor:
-    """Runs the module as nanoGPT does."""
-    fused_LO = linear(embeddings[0], tensors["c_attn.weight"], tensors.get("c_attn.bias"))
-    attended = attend(*fused_LO.chunk(3, dim=-1))
-    return project_output(attended, tensors, "c_proj")
+def project(tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads) -> Inputs:
+    """Returns query, key and value as nanoGPT does."""
+    query, key, value = linear_of(tensors, "c_attn", embeddings[0]).chunk(3, dim=-1)
+    return query, key, value

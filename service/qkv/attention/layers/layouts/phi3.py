@@ -10,13 +10,13 @@ from collections.abc import Mapping
 
 import numpy as np
 from torch import Tensor
-from torch.nn.functional import linear
 
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.forward_parts import Embeddings, Inputs, linear_of
 from qkv.attention.layers.layer_weights import Weights, fused, fused_tensors, linear_tensors, named
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
 MODULES = ("qkv_proj", "o_proj")
+OUTPUT = "o_proj"
 QUERY = ("qkv_proj.weight",)
 SPELLINGS = {"o_proj": ("out_proj",)}
 ROTARY_ORDER = "half"
@@ -46,12 +46,10 @@ def write(weights: Weights, heads: Heads) -> Weights:
     return fused_tensors(weights, "qkv_proj") | linear_tensors(weights, output="o_proj")
 
 
-def forward(
-    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
-) -> Tensor:
-    """Runs the module as transformers does."""
-    fused_LO = linear(embeddings[0], tensors["qkv_proj.weight"], tensors.get("qkv_proj.bias"))
+def project(tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads) -> Inputs:
+    """Returns query, key and value as transformers does."""
+    fused_LO = linear_of(tensors, "qkv_proj", embeddings[0])
     H, G = heads.query or 1, heads.key or heads.query or 1
     D = fused_LO.shape[-1] // (H + 2 * G)
     query, key, value = fused_LO.split((H * D, G * D, G * D), dim=-1)
-    return project_output(attend(query, key, value), tensors, "o_proj")
+    return query, key, value

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from qkv.attention.layers.forward_parts import Attend, Embeddings
+from qkv.attention.layers.forward_parts import Embeddings, Inputs
 from qkv.attention.layers.layer_weights import Weights, named
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
@@ -38,12 +38,12 @@ def write(weights: Weights, heads: Heads) -> Weights:
     return {f"W_{name.removesuffix('.weight')}": array for name, array in weights.items()}
 
 
-def forward(
-    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
-) -> Tensor:
-    """Runs the layer as in listing 3.1."""
+def project(tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads) -> Inputs:
+    """Returns query, key and value as listing 3.1 does."""
     x_query, x_key, x_value = embeddings
-    attended = attend(
-        x_query @ tensors["W_query"], x_key @ tensors["W_key"], x_value @ tensors["W_value"]
-    )
-    return attended @ tensors["W_output"] if "W_output" in tensors else attended
+    return x_query @ tensors["W_query"], x_key @ tensors["W_key"], x_value @ tensors["W_value"]
+
+
+def project_output(attended_LX: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Applies the output projection if there is one."""
+    return attended_LX @ tensors["W_output"] if "W_output" in tensors else attended_LX

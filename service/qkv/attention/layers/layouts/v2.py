@@ -5,15 +5,11 @@ Source: S. Raschka, Build a Large Language Model (From Scratch), listing 3.2; to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_inputs, project_output
-from qkv.attention.layers.layer_weights import ROLES, Weights, named
-from qkv.attention.layers.sent_tensors import Heads, SentTensors
+from qkv.attention.layers.layer_weights import Weights
+from qkv.attention.layers.sent_tensors import Heads
 
 MODULES = ("W_query", "W_key", "W_value", "W_output")
+OUTPUT = "W_output"
 QUERY = ("W_query.weight",)
 SPELLINGS = {
     "W_key": ("W_keys",),
@@ -22,24 +18,6 @@ SPELLINGS = {
 }
 
 
-def read(sent: SentTensors) -> Weights:
-    """Reads the layout's tensors."""
-    return named(
-        query=sent.pair("W_query"),
-        key=sent.pair("W_key"),
-        value=sent.pair("W_value"),
-        output=sent.optional_pair("W_output"),
-    )
-
-
 def write(weights: Weights, heads: Heads) -> Weights:
     """Returns the layout's tensors."""
     return {f"W_{name}": array.T for name, array in weights.items()}
-
-
-def forward(
-    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
-) -> Tensor:
-    """Runs the layer as in listing 3.2."""
-    attended = attend(*project_inputs(embeddings, tensors, [f"W_{role}" for role in ROLES]))
-    return project_output(attended, tensors, "W_output")

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.nn.functional import linear
 
-from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.forward_parts import Embeddings, Inputs, linear_of
 from qkv.attention.layers.layer_weights import Weights, fused, fused_tensors, linear_tensors, named
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
 MODULES = ("qkv", "proj")
+OUTPUT = "proj"
 QUERY = ("qkv.weight",)
 IS_GROUPED = False
 
@@ -45,10 +45,8 @@ def write(weights: Weights, heads: Heads) -> Weights:
     return fused_tensors(weights, "qkv") | linear_tensors(weights, output="proj")
 
 
-def forward(
-    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
-) -> Tensor:
-    """Runs the module as timm does: the output of `qkv` has the axes (3, H, D)."""
-    fused_LO = linear(embeddings[0], tensors["qkv.weight"], tensors.get("qkv.bias"))
-    attended = attend(*fused_LO.unflatten(-1, (3, -1)).unbind(-2))
-    return project_output(attended, tensors, "proj")
+def project(tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads) -> Inputs:
+    """Returns query, key and value as timm does: the output of `qkv` has the axes (3, H, D)."""
+    fused_LO = linear_of(tensors, "qkv", embeddings[0])
+    query, key, value = fused_LO.unflatten(-1, (3, -1)).unbind(-2)
+    return query, key, value
