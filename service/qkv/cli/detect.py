@@ -13,8 +13,7 @@ from qkv.cli.options import API_KEY, LOCAL, SOURCE, URL, drop_unset
 from qkv.cli.output import echo
 from qkv.cli.service import line_width, send
 from qkv.cli.weights_file import read_weights
-from qkv.client.detect_requests import build_detect_message
-from qkv.client.detected import Detected
+from qkv.client.detected import Detected, build_detect_message
 from qkv.client.tables import Table
 from qkv.errors import InvalidContent
 from qkv.tensors import RawTensor

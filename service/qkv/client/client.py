@@ -11,8 +11,7 @@ import httpx
 
 from qkv.client.comparison import Comparison
 from qkv.client.connections import RequestTemplates, new_transport
-from qkv.client.detect_requests import build_detect
-from qkv.client.detected import Detected
+from qkv.client.detected import Detected, build_detect
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, iter_events
 from qkv.client.lists import has_lists, input_dtypes, lists_to_arrays

@@ -1,10 +1,18 @@
-"""A candidate of a detection, as the client returns it."""
+"""The detection of a layer: its request, and the candidates that the client returns."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import httpx
+
+from qkv.client.arrays import to_raw
+from qkv.client.json_fields import to_json_fields
+from qkv.client.layer_tensors import select
+from qkv.client.request_builders import RequestSpec, build_post, choose_codec
 from qkv.wire.layer_responses import DetectedLayer
+from qkv.wire.message import Message
 
 
 class Detected(DetectedLayer):
@@ -62,3 +70,25 @@ class Detected(DetectedLayer):
             f"Detected({self.layout}, heads={self.heads}, kv_heads={self.kv_heads}, "
             f"positions: {self.positions}, scale={self.scale:.4g}, {mask}, error={self.error:.2g})"
         )
+
+
+def build_detect(
+    tensors: Mapping[str, Any], x: Any, y: Any, fields: Mapping[str, Any]
+) -> RequestSpec[list[Detected]]:
+    """Builds the request that detects a layer; the arguments are those of `Client.detect`."""
+    message = Message(
+        to_json_fields({name: value for name, value in fields.items() if value is not None}),
+        select(tensors, fields.get("prefix")),
+        check={"x": to_raw(x, "x"), "y": to_raw(y, "y")},
+    )
+    return build_detect_message(message)
+
+
+def build_detect_message(message: Message) -> RequestSpec[list[Detected]]:
+    """Builds the request that detects a layer from a message."""
+
+    def parse(response: httpx.Response) -> list[Detected]:
+        return [Detected.parse(candidate) for candidate in response.json()["detected"]]
+
+    codec = choose_codec(message)
+    return build_post("/v1/convert", message, "tensors", parse, codec, "application/json")

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 from uuid import uuid4
 
 import pydantic
@@ -19,15 +19,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qkv.client.arrays import to_raw
-from qkv.client.tokens import Tokens
+from qkv.client.tokens import Tokens, choose_tokens
 from qkv.errors import InvalidContent, format_value
 from qkv.jobs.fields import field_error
 from qkv.models.attention_call import AttentionCall
-from qkv.models.call_tokens import SavedPart, cut_tokens
 from qkv.models.masks import Part, parts_of
 from qkv.models.model_call import Missed
 from qkv.wire.safetensors import DTYPES
 
+SavedPart: TypeAlias = tuple[AttentionCall, Part]
+"""A part of a call, which becomes one call of a file."""
 _SUFFIX: Final = ".safetensors"
 _CALLS: Final = "qkv_calls"
 _MISSED: Final = "qkv_missed"
@@ -82,7 +83,7 @@ def save_file(
     if missed:
         metadata[_MISSED] = json.dumps(missed)
     if tokens:
-        metadata[_TOKENS] = json.dumps(cut_tokens(saved, tokens))
+        metadata[_TOKENS] = json.dumps(_cut_tokens(saved, tokens))
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, x in _tensors(saved):
@@ -164,6 +165,47 @@ def _tensors(saved: Sequence[SavedPart]) -> Iterator[tuple[str, Tensor]]:
         tensors.items(), key=lambda each: -each[1][0].element_size()
     ):
         yield name, x if cut is None else cut.select(x, positions)
+
+
+def _cut_tokens(
+    parts: Sequence[SavedPart], tokens: Tokens | Mapping[int, Sequence[str]]
+) -> dict[int, list[str]]:
+    """Returns the tokens of each sequence without its padding, by its number in the model's batch.
+
+    Args:
+        parts: of the calls, each a group of sequences with the same padding.
+        tokens: as for `Calls.save`, or those of each sequence by its number.
+
+    Raises:
+        ValueError: a sequence has no tokens, or as many as no call has keys.
+    """
+    count = 1 + max((item for call, _ in parts for item in call.items), default=0)
+    kept_tokens: dict[int, list[str]] = {}
+    lengths: dict[int, list[int]] = {}
+    for call, part in parts:
+        S = call.key.shape[2]
+        for place in part.items:
+            item = call.items[place]
+            if item in kept_tokens:
+                continue
+            listed = _of_item(tokens, item, count)
+            if len(listed) == S:
+                keys = range(S) if part.keys is None else part.keys.tolist()
+                kept_tokens[item] = [listed[key] for key in keys]
+            lengths.setdefault(item, []).append(S)
+    for item in lengths.keys() - kept_tokens.keys():
+        expected = " or ".join(map(str, dict.fromkeys(lengths[item])))
+        raise ValueError(
+            f"tokens of sequence {item} have the wrong length: got "
+            f"{len(_of_item(tokens, item, count))}, expected {expected}, with padding"
+        )
+    return kept_tokens
+
+
+def _of_item(tokens: Tokens | Mapping[int, Sequence[str]], item: int, count: int) -> Sequence[str]:
+    if isinstance(tokens, Mapping):
+        return tokens.get(item, ())
+    return choose_tokens("tokens", tokens, item, count) or ()
 
 
 def _call(index: int, facts: CallFacts, file: Any, names: set[str], where: str) -> AttentionCall:

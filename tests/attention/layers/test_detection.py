@@ -15,7 +15,7 @@ import torch
 from qkv import AsyncClient, Client, Detected, QkvError
 from qkv.attention.layers.detection import MAX_DETECTED, MAX_TOKENS, Check, detect
 from qkv.attention.layers.layer_options import LayerOptions
-from qkv.client.detect_requests import build_detect
+from qkv.client.detected import build_detect
 from qkv.errors import InvalidContent
 from qkv.jobs.convert import working_bytes
 from qkv.tensors import RawTensor
