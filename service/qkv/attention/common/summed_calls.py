@@ -64,7 +64,8 @@ def rows_by_head(call: Any, block: Callable[[slice], Tensor]) -> Callable[[slice
 def every_row(call: Any, block: Callable[[slice], Tensor]) -> Tensor:
     """Returns A, (B, H, L, S), from a function that computes rows of it, (B, G, K, R, S)."""
     (B, H, L, _), S = call.query_BHLD.shape, call.key_BGSD.shape[2]
-    weights = call.query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(call.query_BHLD.dtype))
+    exact = score_dtype(call.query_BHLD.dtype)
+    weights: Tensor = call.query_BHLD.new_zeros(B, H, L, S, dtype=exact)
     for rows in row_blocks(L, B * H * S, _ELEMENTS):
         weights[:, :, rows] = block(rows).flatten(1, 2)
     return weights
