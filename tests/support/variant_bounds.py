@@ -93,13 +93,21 @@ def _mean(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str, Ten
 
 
 def _linear(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str, Tensor]:
-    """The features of both, the product, the sum over keys and the division are rounded."""
+    """The features of both, the product, the sum over keys and the division are rounded.
+
+    So is the exponent of a weight, in float64, where the features are powers of differences of
+    logarithms: its rounding is in proportion to its size.
+    """
     query, key, value = _query_key_value(tensors)
     narrow, exact = (torch.finfo(d) for d in (query.dtype, exact_dtype(query.dtype)))
     close = (8 + 2 * query.shape[3] + key.shape[2]) * exact.eps
-    mass = truth.weights @ value.double().abs()
-    output = close * mass + narrow.eps * truth.output.abs() + narrow.smallest_normal
-    return {"output": output, "weights": close * truth.weights + exact.smallest_normal}
+    exponent = truth.weights.double().log().abs().nan_to_num(posinf=0.0)  # of a weight of 0: none
+    weights = (close + 2 * EPS * exponent) * truth.weights
+    output = weights.double() @ value.double().abs()
+    return {
+        "output": output + narrow.eps * truth.output.abs() + narrow.smallest_normal,
+        "weights": weights + exact.smallest_normal,
+    }
 
 
 def _efficient(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str, Tensor]:
