@@ -417,7 +417,9 @@ def steps(call: Call) -> dict[str, Tensor]:
         # two differences: a sum of two logarithms would have the rounding error of its size
         top = top.expand_as(query_log)
         peak = (query_log + top).masked_fill(total == 0, -torch.inf).argmax(-1, keepdim=True)
-        query_log, top = (x - x.detach().gather(-1, peak) for x in (query_log, top))
+        at_peak = (x.detach().gather(-1, peak) for x in (query_log, top))
+        at_peak = (x.masked_fill(x == -torch.inf, 0.0) for x in at_peak)  # all features are 0
+        query_log, top = (x - y for x, y in zip((query_log, top), at_peak, strict=True))
         channels = (query_log + top).masked_fill(total == 0, -torch.inf).exp()
         channels = query_factor * channels * total
         sums = channels.sum(-1, keepdim=True)
