@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 from definitions.heads import DEFINITIONS, define
 from definitions.linformer import projection
 from qkv.attention.catalogue import variants
-from qkv.attention.common import score_steps
 from qkv.attention.step import STEPS
 from qkv.attention.variant import Variant
 from support.each import each
@@ -40,43 +37,6 @@ def test_every_variant_has_a_definition_of_numpy_alone() -> None:
         assert imports == [
             "from __future__ import annotations", "from typing import Any", "import numpy as np",
         ]  # fmt: skip
-
-
-def reached(module: ModuleType, *names: str) -> tuple[set[str], set[str]]:
-    """Returns the functions of a file that some of them call, and the modules that they import."""
-    body = ast.parse(inspect.getsource(module)).body
-    functions = {n.name: n for n in body if isinstance(n, ast.FunctionDef)}
-    imported = {
-        alias.asname or alias.name: n.module or ""
-        for n in body
-        if isinstance(n, ast.ImportFrom)
-        for alias in n.names
-    }
-    todo, called, modules = [*names], set[str](), set[str]()
-    while todo:
-        if (name := todo.pop()) in called or name not in functions:
-            continue
-        called.add(name)
-        read = [n for n in ast.walk(functions[name]) if isinstance(n, ast.Name)]
-        local = {n.id for n in read if isinstance(n.ctx, ast.Store)}
-        todo += {n.id for n in read} - local
-        modules |= {imported[x] for x in imported.keys() & {n.id for n in read} - local}
-    return called, {x for x in modules if x.startswith("qkv.")}
-
-
-@every_variant
-def test_steps_share_no_function_and_no_import_with_attend(name: str) -> None:
-    module = VARIANTS[name].module
-    stepped, imports = reached(module, "steps")
-    attended, others = reached(module, "attend", "weights", "backward")
-    assert not stepped & attended
-    assert not imports & others
-    assert imports <= {"qkv.attention.common.score_steps"}
-
-
-def test_shared_steps_import_no_other_code_of_variants() -> None:
-    _, imports = reached(score_steps, *vars(score_steps))
-    assert imports <= {"qkv.attention.step"}
 
 
 def defined(variant: Variant, call: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -93,6 +94,8 @@ def test_steps_share_no_code_with_attend(name: str) -> None:
     assert not modules & other_modules
     assert modules <= {"qkv.attention.common.score_steps"}
     assert "qkv.attention.common" not in inspect.getsource(score_steps)
+    imports = re.findall(r"^from (qkv\.\S+)", inspect.getsource(score_steps), re.MULTILINE)
+    assert {*imports} <= {"qkv.attention.step"}
 
 
 def wide(variant: Variant, call: dict[str, Any]) -> dict[str, Any]:
