@@ -26,3 +26,15 @@ Its keywords query_norm, key_norm and sinks are tensors, or None.
 def linear_of(tensors: Mapping[str, Tensor], name: str, x_LM: Tensor) -> Tensor:
     """Returns the result of the nn.Linear of this name."""
     return linear(x_LM, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+
+def project_by(
+    tensors: Mapping[str, Tensor], embeddings: Embeddings, query: str, key: str, value: str
+) -> Inputs:
+    """Returns the results of three nn.Linear of these names."""
+    query_LM, key_LM, value_LM = embeddings
+    return (
+        linear_of(tensors, query, query_LM),
+        linear_of(tensors, key, key_LM),
+        linear_of(tensors, value, value_LM),
+    )

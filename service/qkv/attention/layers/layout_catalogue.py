@@ -129,11 +129,7 @@ class Layout:
     ) -> Tensor:
         """Runs the block from the layout's tensors as its source does, for checks."""
         module = self.module
-        if hasattr(module, "project"):
-            inputs: Inputs = module.project(tensors, embeddings, heads)
-        else:
-            q, k, v = zip(self.modules[:3], embeddings, strict=True)
-            inputs = linear_of(tensors, *q), linear_of(tensors, *k), linear_of(tensors, *v)
+        inputs: Inputs = module.project(tensors, embeddings, heads)
         extras: dict[str, Any] = {
             name: tensors.get(own) for name, own in getattr(module, "EXTRAS", {}).items()
         }

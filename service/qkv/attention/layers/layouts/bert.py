@@ -7,6 +7,13 @@ may begin with query, key and value.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from qkv.attention.layers.forward_parts import Embeddings, Inputs, project_by
+from qkv.attention.layers.sent_tensors import Heads
+
 MODULES = ("self.query", "self.key", "self.value", "output.dense")
 OUTPUT = "output.dense"
 QUERY = ("self.query.weight", "attention.query.weight", "query.weight")
@@ -15,3 +22,8 @@ SPELLINGS = {
     "output.dense": ("dense",),
 }
 BEHIND = {"output.dense": "output.LayerNorm", "dense": "LayerNorm"}
+
+
+def project(tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads) -> Inputs:
+    """Returns query, key and value as transformers does."""
+    return project_by(tensors, embeddings, "self.query", "self.key", "self.value")

@@ -8,6 +8,11 @@ out_lin (DistilBERT).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from qkv.attention.layers.forward_parts import Embeddings, Inputs, project_by
 from qkv.attention.layers.layer_weights import ALL, Weights, linear_tensors, named
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 
@@ -59,3 +64,8 @@ def write(weights: Weights, heads: Heads) -> Weights:
         )
         if name in weights
     }
+
+
+def project(tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads) -> Inputs:
+    """Returns query, key and value as transformers does."""
+    return project_by(tensors, embeddings, "q_proj", "k_proj", "v_proj")

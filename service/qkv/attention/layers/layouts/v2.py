@@ -5,6 +5,11 @@ Source: S. Raschka, Build a Large Language Model (From Scratch), listing 3.2; to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from qkv.attention.layers.forward_parts import Embeddings, Inputs, project_by
 from qkv.attention.layers.layer_weights import Weights
 from qkv.attention.layers.sent_tensors import Heads
 
@@ -21,3 +26,8 @@ SPELLINGS = {
 def write(weights: Weights, heads: Heads) -> Weights:
     """Returns the layout's tensors."""
     return {f"W_{name}": array.T for name, array in weights.items()}
+
+
+def project(tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads) -> Inputs:
+    """Returns query, key and value as the listing does."""
+    return project_by(tensors, embeddings, "W_query", "W_key", "W_value")
