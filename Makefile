@@ -44,13 +44,13 @@ serve: .venv/.serves ## serve on port 8000 of this machine (PORT=, HOST= for ano
 # Each group of tests in one process, in the order of tests/support/run_order.py.
 PYTEST = .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
-test: .venv/.installed ## run most tests, some of every kind, in about four minutes
+test: .venv/.installed ## run most tests, some of every kind, in about six minutes
 	@$(PYTEST) --part quick $(ARGS)
 
-test-rest: .venv/.installed ## run the tests that `make test` left, in about twenty-two minutes
+test-rest: .venv/.installed ## run the tests that `make test` left, in about twenty-seven minutes
 	@$(PYTEST) --part rest $(ARGS)
 
-test-all: .venv/.installed ## run every test, in about twenty-six minutes
+test-all: .venv/.installed ## run every test, in about thirty-three minutes
 	@$(PYTEST) $(ARGS)
 
 check: .venv/.installed ## check lint, formatting and types
