@@ -115,7 +115,7 @@ def test_bucket_includes_its_upper_bound() -> None:
             Times(queue_s=BUCKETS[3], compute_s=1e9),
             Times(queue_s=BUCKETS[3] * 1.001),
         ):
-            recorder.record_response("two", "internal", 1.0, 0, times)
+            recorder.record_response("two", "internal", 1.0, (0, 0), times)
     total = state.counters.total
     *counts, seconds = total("queue_wait_seconds")[1].tolist()
     assert counts == [0, 0, 0, 2, 2, *[0] * (len(BUCKETS) - 4)]
@@ -123,12 +123,12 @@ def test_bucket_includes_its_upper_bound() -> None:
     *counts, seconds = total("compute_seconds")[1].tolist()
     assert (counts[0], counts[-1], seconds) == (2, 2, 2e9)
     assert total("compute_seconds")[0].sum() == 0
-    recorders[0].record_response("two", "deadline-exceeded", 1.0, 5, None)
-    recorders[1].record_response("two", "ok", 1.0, 6, None)
+    recorders[0].record_response("two", "deadline-exceeded", 1.0, (2, 5), None)
+    recorders[1].record_response("two", "ok", 1.0, (3, 6), None)
     outcomes = dict(zip(OUTCOMES, total("requests")[1].tolist(), strict=True))
     assert outcomes == dict.fromkeys(OUTCOMES, 0) | {"ok": 1, "deadline-exceeded": 1, "internal": 4}
     assert total("request_duration_seconds")[1][:-1].sum() == 1  # only of successful requests
-    assert total("response_body_bytes") == 11
+    assert (total("request_body_bytes"), total("response_body_bytes")) == (5, 11)
 
 
 def test_requests_on_every_path_count_once(serve: Callable[..., Server]) -> None:

@@ -61,7 +61,6 @@ class RequestObserver:
         if LAYER_VARIANT in recorder.variants:
             *_, infer = _RUN_PATHS
             self._labels |= {infer % name: LAYER_VARIANT for name in recorder.layers}
-        self.received = recorder.add_request_bytes
         self._is_silent = log is None and traces is None
         self._prefix = os.urandom(8).hex().encode()
         self._numbers = itertools.count(1)
@@ -87,7 +86,8 @@ class RequestObserver:
         if outcome is None:
             is_ok = 200 <= request.status < 400
             outcome = "ok" if is_ok else _ERROR_NAMES.get(request.status, "internal")
-        self._recorder.record_response(label, outcome, seconds, request.sent_bytes, request.times)
+        sizes = request.received_bytes, request.sent_bytes
+        self._recorder.record_response(label, outcome, seconds, sizes, request.times)
         if key := request.tenant.name:
             compute_s = 0.0 if request.times is None else request.times.own_compute_s
             is_rejected = outcome == TooManyRequests.name
@@ -147,12 +147,6 @@ class ObservabilityMiddleware:
         request = begin(scope["headers"])
         id = self._observer.id_of(request)
 
-        async def receive_observed() -> Message:
-            message = await receive()
-            if body := message.get("body"):
-                self._observer.received(len(body))
-            return message
-
         async def send_observed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 request.status = message["status"]
@@ -170,7 +164,7 @@ class ObservabilityMiddleware:
         if error is not None:
             app = error_response(error, scope["path"])
         try:
-            await app(scope, receive_observed, send_observed)
+            await app(scope, receive, send_observed)
         finally:
             # if the client disconnected, or the application failed
             self._observer.record_end(scope, request)

@@ -197,7 +197,9 @@ async def _receive(receive: Receive) -> tuple[bytes, bool]:
     message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnected(_DISCONNECTED)
-    return message.get("body", b""), message.get("more_body", False)
+    part = message.get("body", b"")
+    record().received_bytes += len(part)
+    return part, message.get("more_body", False)
 
 
 async def _receive_chunks(

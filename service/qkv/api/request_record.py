@@ -33,7 +33,7 @@ class RequestRecord:
         id: the id of the request; None until it is chosen.
         received_at: time of its head, by `time.perf_counter`.
         status: of the response; 0 until it begins.
-        sent_bytes: bytes of the response's body.
+        received_bytes, sent_bytes: of the bodies of request and response.
         error_name: the problem type of its error; None: it has none.
         times: of its run; None until it has run, and for a request that runs nothing.
         variant: that its run had; None as for times.
@@ -43,7 +43,7 @@ class RequestRecord:
 
     tenant = ANYONE
     id: bytes | None = None
-    status = sent_bytes = 0
+    status = received_bytes = sent_bytes = 0
     error_name: str | None = None
     times: Times | None = None
     variant: str | None = None

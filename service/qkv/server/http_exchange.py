@@ -127,13 +127,15 @@ class Exchange:
             await self._wait()
         if self._is_over:
             return {"type": "http.disconnect"}
+        chunks = self._chunks
         # a few large chunks are not copied, and small ones take one turn
-        is_large = self.unread_bytes > _JOINED_BYTES and len(self._chunks) <= _FEW_CHUNKS
-        count = 1 if is_large else len(self._chunks)
-        body = b"".join(self._chunks[:count])
-        del self._chunks[:count]
+        if self.unread_bytes > _JOINED_BYTES and len(chunks) <= _FEW_CHUNKS:
+            body = chunks.pop(0)
+        else:
+            body = b"".join(chunks)
+            chunks.clear()
         self.unread_bytes -= len(body)
-        self._is_read = self._is_received and not self._chunks
+        self._is_read = self._is_received and not chunks
         return {"type": "http.request", "body": body, "more_body": not self._is_read}
 
     def _take_error(self) -> QkvError:

@@ -36,9 +36,9 @@ _MAX_FRAMING_BYTES: Final = 1 << 20  # all of a chunked body except its bytes: l
 _MAX_IGNORED_BYTES: Final = 1 << 28  # body bytes that arrive after the response, or are not read
 # Of a body that the application has not taken: to stop and start reading costs four system calls,
 # so that a few reads, which it takes in the next turn, do not do so.
-_MAX_UNREAD_BYTES: Final = 1 << 18
+_MAX_UNREAD_BYTES: Final = 1 << 20
 _MAX_WAITING: Final = 16  # requests behind the one in progress, before more are read
-_READ_BYTES: Final = 1 << 18
+_READ_BYTES: Final = 1 << 17  # twice as much takes 2 % more of a 768 KiB body, out of the cache
 _PIECE_BYTES: Final = 1 << 12  # parsed at once, of all but a body of known length
 _END_OF_HEAD: Final = b"\r\n\r\n"
 _LEAST_HEAD_BYTES: Final = len(b"GET / HTTP/1.0")

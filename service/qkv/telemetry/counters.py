@@ -137,19 +137,26 @@ class Recorder:
         self.variants, self.layers = self._histograms.keys(), self._layers.keys()
 
     def record_response(
-        self, variant: str, outcome: str, seconds: float, body_bytes: int, times: Times | None
+        self,
+        variant: str,
+        outcome: str,
+        seconds: float,
+        sizes: tuple[int, int],
+        times: Times | None,
     ) -> None:
-        """Counts a response.
+        """Counts a request and its response.
 
         Args:
             variant: its name, UNKNOWN or OTHER.
             outcome: one of OUTCOMES.
             seconds: seconds since the request's headers were received.
-            body_bytes: size of the response's body.
+            sizes: bytes of the bodies that were received and sent.
             times: of the run; None if nothing has run.
         """
         self._requests[variant][self._outcomes[outcome]] += 1
-        self._sent[0] += body_bytes
+        received_bytes, sent_bytes = sizes
+        self._received[0] += received_bytes
+        self._sent[0] += sent_bytes
         if (histograms := self._histograms.get(variant)) is None:
             return
         duration, queue_wait, compute = histograms
@@ -190,10 +197,6 @@ class Recorder:
             requests[place] += 1
             rejected[place] += is_rejected
             seconds[place] += compute_s
-
-    def add_request_bytes(self, count: int) -> None:
-        """Counts received bytes of request bodies."""
-        self._received[0] += count
 
     def add_dropped_log_lines(self, count: int) -> None:
         """Counts dropped lines of the request log; any thread may call it, one at a time."""
