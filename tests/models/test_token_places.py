@@ -147,6 +147,10 @@ MIXERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "recurrence": (lambda: Function(recur), "1"),
     "in place": (lambda: Function(add_in_place), "1"),
     "mean": (lambda: Function(lambda x: x * x.mean(1, keepdim=True).sigmoid()), "1"),
+    "gate": (
+        lambda: Function(lambda x, f: x * f(x.mean((0, 1))).sigmoid(), nn.Linear(WIDTH, WIDTH)),
+        "1",
+    ),
     "sum": (lambda: Function(lambda x: x.cumsum(1)), "1"),
     "Fourier": (lambda: Function(lambda x: torch.fft.fft(x, dim=1).real), "1"),
     "attention": (lambda: Function(lambda x: (x @ x.mT).softmax(-1) @ x), "1"),

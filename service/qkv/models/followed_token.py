@@ -1,79 +1,127 @@
-"""One token of a running model, and its places in the tensors that depend on it."""
+"""One token of a running model, and what the model computes if the token is another one.
+
+Each tensor that depends on the token has a twin: the same tensor for another token. A function of
+torch runs a second time on the twins of its arguments, so that this needs no knowledge of any
+function, and the model itself runs once, on its own numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from qkv.models.function_places import Place, is_number, places_in_results, tensors_of
+from qkv.models.places import Place, changed_place, disturbed, is_number, is_single, tensors_of
 
 UNKNOWN: Final[Any] = object()
 """The place in a tensor that a function made which cannot be seen."""
+_NORMS: Final = frozenset({"batch_norm", "group_norm", "instance_norm"})
+"""Functions whose statistics may be of several positions; they mix no tokens. A second run would
+change the statistics that a module keeps."""
+_CHANNELS_FIRST: Final = frozenset({
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+})  # fmt: skip
+"""Functions of inputs (B, channels, ...): an index of the second axis is no position."""
 
 
 class FollowedToken:
-    """The places of a token: None for a tensor that does not depend on it."""
+    """The twins of the tensors that depend on a token; None for a tensor that does not."""
 
     def __init__(self) -> None:
-        self._places = WeakTensorKeyDictionary()
+        self._twins = WeakTensorKeyDictionary()
+        self._places = WeakTensorKeyDictionary()  # those that were found, with their versions
 
     def place_in(self, x: Tensor) -> Any:
         """Returns the place in a tensor, or None, or UNKNOWN."""
-        return self._places.get(x, UNKNOWN)
+        twin = self._twins.get(x, UNKNOWN)
+        if not isinstance(twin, Tensor):
+            return twin
+        with suppress(Exception):  # such as a lack of memory: the model itself must go on
+            if x.is_inference() or twin.is_inference():  # they have no version
+                return changed_place(x, twin)
+            versions = id(twin), x._version, twin._version
+            if x not in self._places or self._places[x][0] != versions:
+                self._places[x] = versions, changed_place(x, twin)
+            return self._places[x][1]
+        return UNKNOWN
 
     def put(self, x: Tensor, place: Any) -> None:
         """Notes the place in a tensor, or None, or UNKNOWN."""
-        if place is UNKNOWN:
-            self._places.pop(x, None)
-        else:
-            self._places[x] = place
+        if place is not None and place is not UNKNOWN and place == self.place_in(x):
+            return
+        self._twins.pop(x, None)
+        if place is None:
+            self._twins[x] = None
+        elif place is not UNKNOWN:
+            with suppress(Exception):
+                self._twins[x] = disturbed(x, place)
 
     def ignore(self, x: Tensor) -> None:
         """Notes that a tensor does not depend on the token, unless it is known to."""
-        self._places.setdefault(x, None)
+        self._twins.setdefault(x, None)
 
     def known(self, values: Any) -> list[tuple[Tensor, Place]]:
         """Returns the tensors in values that depend on the token, with its places."""
-        places = ((x, self._places.get(x)) for x in tensors_of(values))
-        return [(x, place) for x, place in places if place is not None]
+        places = ((x, self.place_in(x)) for x in tensors_of(values) if self._has_twin(x))
+        return [(x, place) for x, place in places if place is not None and place is not UNKNOWN]
 
-    def find(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        results: Sequence[Tensor],
-    ) -> Sequence[Any]:
-        """Returns the places in the results of a function."""
-        if not (known := self.known([args, kwargs])):
-            return [None] * len(results)
-        with suppress(Exception):  # such as a lack of memory: the model itself must go on
-            return places_in_results(function, args, kwargs, known, results)
-        return [UNKNOWN] * len(results)
+    def _has_twin(self, x: Tensor) -> bool:
+        return self._twins.get(x) is not None
 
-    def note(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        results: Sequence[Tensor],
-    ) -> None:
-        """Notes the places in new results of a function."""
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
+        """Notes what a function of torch returned: see `follow`."""
+        results = [x for x in tensors_of(result) if is_number(x)]
         arguments = [x for x in tensors_of([args, kwargs]) if is_number(x)]
-        if any(results[0] is x for x in arguments):
+        if not results or any(results[0] is x for x in arguments):
             return
-        if not self.known(arguments) and (
-            "empty" in getattr(function, "__name__", "")
-            or any(x not in self._places and not isinstance(x, nn.Parameter) for x in arguments)
-        ):
+        name = getattr(function, "__name__", "")
+        twins = [x for x in arguments if self._has_twin(x)]
+        if "empty" in name or (not twins and not all(map(self._is_known, arguments))):
             return  # a kernel that cannot be seen may fill it, or has filled an argument
-        for x, place in zip(results, self.find(function, args, kwargs, results), strict=False):
-            if place is not UNKNOWN:
-                self._places[x] = place
+        if not twins:
+            for x in results:
+                self._twins[x] = None
+            return
+        name = name.strip("_")
+        if name in _NORMS:
+            self.put(results[0], self.place_in(twins[0]))
+            return
+        if name in _CHANNELS_FIRST and twins[0].ndim > 2:
+            place = self.place_in(twins[0])
+            if place is not None and is_single(place[1]):
+                self.put(results[0], None)
+                return
+        others = tensors_of(self._run_on_twins(function, args, kwargs))
+        for x, twin in zip(results, filter(is_number, others), strict=True):
+            if x.shape == twin.shape:
+                self._twins[x] = twin
+
+    def _is_known(self, x: Tensor) -> bool:
+        return isinstance(x, nn.Parameter) or x in self._twins
+
+    def write(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Notes what a function is going to write to its first argument."""
+        if not any(map(self._has_twin, tensors_of([args, kwargs]))):
+            return
+        target = args[0]
+        if not self._has_twin(target):
+            self._twins[target] = target.detach().clone()
+        try:
+            self._run_on_twins(function, args, kwargs)
+        except Exception:
+            self.put(target, UNKNOWN)
+
+    def _run_on_twins(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def other(value: Any) -> Any:
+            if type(value) in (list, tuple):
+                return type(value)(map(other, value))
+            return self._twins[value] if is_number(value) and self._has_twin(value) else value
+
+        return function(*other(args), **{name: other(value) for name, value in kwargs.items()})
 
     def note_attention(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, is_length_first: bool
@@ -108,3 +156,55 @@ def _place_of_mixed(
     leading = {place[shared] for x, place in mixed if x.shape[shared] == output.shape[shared]}
     kept = leading.pop() if len(leading) == 1 else ()
     return (*kept, *(None,) * (output.ndim - len(kept)))
+
+
+def written(function: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """True if a function of torch writes to its first argument."""
+    name = getattr(function, "__name__", "")
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return writes and len(args) > 0 and is_number(args[0])
+
+
+def follow(
+    tokens: Sequence[FollowedToken],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Runs a function of torch, and also on the twins of each token, with equal random numbers."""
+    device = next((x.device for x in tensors_of([args, kwargs])), torch.device("cpu"))
+    if written(function, args):
+        for token in tokens:
+            with suppress(Exception), without_traces(device):
+                token.write(function, args, kwargs)
+        return function(*args, **kwargs)
+    state = None
+    with suppress(Exception):  # such as inside a graph of CUDA
+        state = random_numbers(device).get_rng_state()
+    result = function(*args, **kwargs)
+    if any(map(is_number, tensors_of(result))):
+        for token in tokens:
+            with suppress(Exception), without_traces(device):
+                random_numbers(device).set_rng_state(state)
+                token.run(function, args, kwargs, result)
+    return result
+
+
+def random_numbers(device: torch.device) -> Any:
+    """Returns torch's module of the random numbers of a device."""
+    return torch if device.type in ("cpu", "meta") else torch.get_device_module(device)
+
+
+@contextmanager
+def without_traces(device: torch.device) -> Iterator[None]:
+    """Leaves no gradients, random numbers and casts of what runs inside the block."""
+    devices = [] if device.type == "cpu" else [device]
+    caches = torch.is_autocast_cache_enabled()
+    # weights cast without gradients would be taken for those of the model
+    torch.set_autocast_cache_enabled(False)
+    try:
+        kind = "cuda" if device.type == "cpu" else device.type
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)

@@ -168,7 +168,10 @@ class _Wrapper:
     def _run(self, running: RunningModule, args: Any, kwargs: Any) -> Any:
         """Runs the module, and reports it if it mixes positions where qkv cannot see it."""
         interceptor = self.interceptor
-        entry = enter(self._module, args, kwargs) if self._is_innermost else None
+        entry = None
+        if self._is_innermost:
+            with without_mode():
+                entry = enter(self._module, args, kwargs)
         runs = interceptor.runs_with_calls
         result = self._forward(*args, **kwargs)
         if entry is None:
@@ -176,7 +179,9 @@ class _Wrapper:
         # parts may run in threads of the model
         has_calls = running.calls > 0 or interceptor.runs_with_calls > runs
         has_calls |= interceptor.has_closed(self._name)
-        if leave(entry, result, has_calls, self._forward) and not running.misses:
+        with without_mode():
+            is_mixer = leave(entry, result, has_calls, self._forward)
+        if is_mixer and not running.misses:
             report_miss(_describe_mixer(type(self._module).__name__, running.calls > 0))
         return result
 

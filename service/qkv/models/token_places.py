@@ -13,24 +13,22 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
-from qkv.models.followed_token import UNKNOWN, FollowedToken
-from qkv.models.function_places import (
+from qkv.models.followed_token import UNKNOWN, FollowedToken, without_traces
+from qkv.models.followed_token import follow as follow_tokens
+from qkv.models.places import (
     Place,
     changed_place,
-    is_number,
-    perturbed,
-    tensors_of,
-    without_traces,
-    written,
-)
-from qkv.models.positions import (
+    disturbed,
     has_same_positions,
     is_confined,
     is_elsewhere,
+    is_number,
     is_sequence,
+    is_single,
     is_spread,
     middle,
     takes_width,
+    tensors_of,
 )
 from qkv.models.running_modules import is_intercepted, paused, without_mode
 
@@ -113,24 +111,10 @@ def following(is_wanted: bool) -> Iterator[Callable[[], bool]]:
 
 
 def follow(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a function of torch, and notes the places of the tokens in its results."""
-    tokens = _thread.tokens
-    if not tokens:
+    """Runs a function of torch, and notes what depends on the tokens in its results."""
+    if not _thread.tokens:
         return function(*args, **kwargs)
-    target = written(function, args)
-    if target is not None:
-        concerned = [token for token in tokens if token.known([args, kwargs])]
-        places = [token.find(function, args, kwargs, [target])[0] for token in concerned]
-        result = function(*args, **kwargs)
-        for token, place in zip(concerned, places, strict=True):
-            if place is not UNKNOWN:
-                token.put(target, place)
-        return result
-    result = function(*args, **kwargs)
-    if numbers := [x for x in tensors_of(result) if is_number(x)]:
-        for token in tokens:
-            token.note(function, args, kwargs, numbers)
-    return result
+    return follow_tokens(_thread.tokens, function, args, kwargs)
 
 
 def follow_attention(
@@ -250,6 +234,7 @@ def leave(entry: Entry, result: Any, has_calls: bool, forward: Callable[..., Any
         return is_mixer
     _thread.depth -= 1
     token = _thread.tokens[0]
+    entered = tuple(at if is_single(at) else None for at in entry.place)
     for n, y in enumerate(outputs):
         place = token.place_in(y)
         is_kept = has_same_positions(entry.x, entry.place, y)
@@ -257,9 +242,9 @@ def leave(entry: Entry, result: Any, has_calls: bool, forward: Callable[..., Any
             if place is UNKNOWN and not has_calls:
                 place = _place_in_repeated(entry, y, n, forward)
             elif place is UNKNOWN or (place is None and has_calls):
-                place = entry.place
+                place = entered
             if place is not None and is_elsewhere(entry.place, place):
-                is_mixer, place = True, entry.place
+                is_mixer, place = True, entered
         elif place is not UNKNOWN and _is_in_others(entry, y, place):
             is_mixer, place = True, None
         if entry.is_own and place is not None and place is not UNKNOWN:
@@ -319,10 +304,11 @@ def _place_in_repeated(
             return type(value)(map(changed, value))
         if value is not None and not isinstance(value, Tensor | bool | int | float | str):
             raise TypeError(type(value))
-        return perturbed(value, entry.place) if value is entry.x else value
+        return twin if value is entry.x else value
 
     with suppress(Exception), paused(), without_mode(), without_traces(y.device):
-        if next(entry.module.buffers(), None) is None:
+        if entry.place is not None and next(entry.module.buffers(), None) is None:
+            twin = disturbed(entry.x, entry.place)
             args, kwargs = (
                 changed(list(entry.args)),
                 {k: changed(v) for k, v in entry.kwargs.items()},

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from qkv.models.function_places import without_traces
+from qkv.models.followed_token import random_numbers, without_traces
 from qkv.models.model_call import CallOutput, ModelCall
 from qkv.models.proof import is_projected
 from qkv.models.running_modules import (
@@ -181,7 +181,7 @@ def _wrap_multihead(module: nn.MultiheadAttention, forward: _Forward) -> _Forwar
         is_fast = given.query is given.key is given.value and _may_be_fast(module)
         if has_only_recorders() and (given.need_weights or is_replaced or is_fast):
             drops = module.training and module.dropout
-            random_state = _random_numbers(given.query).get_rng_state() if drops else None
+            random_state = random_numbers(given.query.device).get_rng_state() if drops else None
             with paused(), without_mode():
                 result = forward(*args, **kwargs)
             heads.record(forward, result, random_state)
@@ -270,7 +270,7 @@ class _Heads:
         traces = nullcontext() if random_state is None else without_traces(query.device)
         with suppress(Exception), paused(), torch.no_grad(), traces, _HeadsMode(self._keep):
             if random_state is not None:
-                _random_numbers(query).set_rng_state(random_state)
+                random_numbers(query.device).set_rng_state(random_state)
             forward(*self._given.without_weights())
         if not self.calls:
             report_miss(_OWN_CODE)
@@ -337,8 +337,3 @@ def _weigh(call: ModelCall) -> CallOutput:
         scores = scores + call.mask
     weights = scores.softmax(-1)
     return CallOutput(F.dropout(weights, call.dropout) @ call.value, weights)
-
-
-def _random_numbers(x: Tensor) -> Any:
-    """Returns torch's module of the random numbers of a device."""
-    return torch if x.device.type in ("cpu", "meta") else torch.get_device_module(x.device)
