@@ -27,7 +27,7 @@ from qkv.version import __version__
 if TYPE_CHECKING:
     from qkv.models.calls import Calls
     from qkv.models.model_call import Model
-    from qkv.models.substitution_report import SubstitutionReport
+    from qkv.models.substitution import SubstitutionReport
 
 __all__ = [
     "AsyncClient",

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from qkv.client.arrays import has_lists, input_dtypes, lists_to_arrays
 from qkv.client.comparison import Comparison
 from qkv.client.connections import (
     AsyncConnections,
@@ -20,7 +21,6 @@ from qkv.client.connections import (
 from qkv.client.detected import Detected, build_detect
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, aiter_events
-from qkv.client.lists import has_lists, input_dtypes, lists_to_arrays
 from qkv.client.request_builders import (
     Choice,
     LayerChoice,

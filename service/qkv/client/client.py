@@ -9,12 +9,12 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from qkv.client.arrays import has_lists, input_dtypes, lists_to_arrays
 from qkv.client.comparison import Comparison
 from qkv.client.connections import RequestTemplates, new_transport
 from qkv.client.detected import Detected, build_detect
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, iter_events
-from qkv.client.lists import has_lists, input_dtypes, lists_to_arrays
 from qkv.client.request_builders import (
     Choice,
     LayerChoice,

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from qkv.attention.layers.detection import MAX_TOKENS, Check, Detection
-from qkv.attention.layers.detection_candidates import Candidate
+from qkv.attention.layers.detection_candidates import Candidate, most_heads
 from qkv.attention.layers.detection_outputs import block_scores
-from qkv.attention.layers.detection_splits import most_heads
 from qkv.attention.layers.layer_weights import Array
 from qkv.errors import InvalidContent, pointer_to
 from qkv.tensors import FLOATING, RawTensor

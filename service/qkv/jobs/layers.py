@@ -8,8 +8,7 @@ from typing import Annotated, Any, Final
 import pydantic
 
 from qkv.attention.layers import layout_catalogue
-from qkv.attention.layers.head_counts import head_counts
-from qkv.attention.layers.layer_sizes import sizes_of
+from qkv.attention.layers.layer_sizes import head_counts, sizes_of
 from qkv.attention.layers.layout_catalogue import FoundLayer
 from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, format_value, pointer_to
 from qkv.jobs.fields import INTEGER, field_error

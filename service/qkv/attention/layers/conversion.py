@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from qkv.attention.layers import bias_rows, layout_catalogue
+from qkv.attention.layers import layout_catalogue
 from qkv.attention.layers.conversion_check import Side, check
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_options import LayerOptions
@@ -113,7 +113,7 @@ def _augmented(layer: Layer, weights: Weights, writer: Layout) -> Weights:
             "from v1",
             pointer="/bias",
         )
-    change = bias_rows.fold if writer.name == "v1" else bias_rows.separate
+    change = _fold_biases if writer.name == "v1" else _separate_biases
     return change(layer, weights)
 
 
@@ -220,3 +220,33 @@ def _refuse_what_has_no_place(layer: Layer, weights: Weights, writer: Layout) ->
                 "exactly, for x with a column of ones"
             )
         raise InvalidContent(detail, pointer=f"/tensors{pointer_to(sent)}")
+
+
+def _fold_biases(_layer: Layer, weights: Weights) -> dict[str, Array]:
+    """Appends each bias to its weight as a last row; a row of zeros where there is none."""
+    folded = {n: a for n, a in weights.items() if n.removesuffix(".bias") not in ROLES}
+    for role in ROLES:
+        weight, bias = weights[f"{role}.weight"], weights.get(f"{role}.bias")
+        row = np.zeros_like(weight[:1]) if bias is None else bias
+        folded[f"{role}.weight"] = np.vstack([weight, row])
+    return folded
+
+
+def _separate_biases(layer: Layer, weights: Weights) -> dict[str, Array]:
+    """Inverts `_fold_biases`: the last row of each weight becomes a bias.
+
+    Raises:
+        InvalidContent: a weight has one row only.
+    """
+    separated = dict(weights)
+    for role in ROLES:
+        weight = weights[f"{role}.weight"]
+        if len(weight) < 2:
+            name = layer.name_of(f"{role}.weight")
+            raise InvalidContent(
+                f"{name} has no row for a bias: got shape {list(weight.shape)}, expected at "
+                "least 2 rows",
+                pointer=f"/tensors{pointer_to(name)}",
+            )
+        separated[f"{role}.weight"], separated[f"{role}.bias"] = weight[:-1], weight[-1]
+    return separated

@@ -17,9 +17,16 @@ import numpy as np
 import torch
 
 from qkv.attention.layers import layout_catalogue
-from qkv.attention.layers.detection_candidates import Candidate, complexity, list_variations
+from qkv.attention.layers.detection_candidates import (
+    Candidate,
+    Split,
+    blanks,
+    complexity,
+    is_fused,
+    list_splits,
+    list_variations,
+)
 from qkv.attention.layers.detection_outputs import Projections, SplitOutputs
-from qkv.attention.layers.detection_splits import Split, blanks, is_fused, list_splits
 from qkv.attention.layers.detection_work import DetectionSize, check_work
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_options import LayerOptions

@@ -17,10 +17,9 @@ import pydantic
 
 from qkv.attention import catalogue
 from qkv.attention.layers import layout_catalogue
-from qkv.attention.layers.head_counts import head_counts
 from qkv.attention.layers.input_norm import InputNorm
 from qkv.attention.layers.layer_options import NESTED_FIELDS, LayerOptions
-from qkv.attention.layers.layer_sizes import LayerSizes, sizes_of
+from qkv.attention.layers.layer_sizes import LayerSizes, head_counts, sizes_of
 from qkv.attention.layers.layout_catalogue import Layout, Shapes
 from qkv.attention.layers.qk_norm import QKNorm
 from qkv.errors import InvalidContent, format_value
