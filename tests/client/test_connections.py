@@ -145,6 +145,43 @@ def test_headers_of_the_httpx_client_are_sent(send: Send) -> None:
 
 
 @both
+def test_service_behind_a_prefix_of_a_proxy_is_reached(server: Server, send: Send) -> None:
+    """By runs, catalogue and sweeps; without the prefix, the error shows the proxy's response."""
+
+    def forward(handler: BaseHTTPRequestHandler) -> None:
+        if not handler.path.startswith("/team/qkv/"):
+            json_reply(b"<h1>no such page</h1>", 404, "text/html")(handler)
+            return
+        names = ("content-type", "accept")
+        headers = {n: handler.headers[n] for n in names if n in handler.headers}
+        path = handler.path.removeprefix("/team/qkv")
+        reply = server.http.request(
+            handler.command, path, content=proxy.bodies[-1], headers=headers
+        )
+        json_reply(reply.content, reply.status_code, reply.headers["content-type"])(handler)
+
+    def sweep(client: Any) -> Any:
+        cells = client.sweep(["linear"], [4], progress=False)
+        if isinstance(client, Client):
+            return [cell.variant for cell in cells]
+
+        async def names() -> list[str]:
+            return [cell.variant async for cell in cells]
+
+        return names()
+
+    with scripted_server(forward) as proxy:
+        for url in (f"{proxy.url}/team/qkv", f"{proxy.url}/team/qkv/"):
+            assert send(url, attend).output.shape == (2, 4, 3, 6)
+            assert send(url, lambda client: client.variants())
+            assert send(url, sweep) == ["linear"]
+        expected = "got HTTP 404, text/html, that begins with '<h1>no such page</h1>'"
+        for call in (attend, sweep):
+            with pytest.raises(errors.MalformedRequest, match=expected):
+                send(f"{proxy.url}/team", call, retries=0)
+
+
+@both
 def test_timeouts_apply(send: Send) -> None:
     """Also those of the connection; a request that timed out is not sent again."""
     stop = threading.Event()

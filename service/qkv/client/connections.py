@@ -2,8 +2,9 @@
 
 Cookies, redirects and authentication flows, which the service does not need, and the pool of
 `httpx.AsyncClient`, which visits all its connections several times for each request, take longer
-than a small attention. Beside plain httpx a client needs 0.76 of the processor time for a request
-on one connection, and one with 16 tasks 0.38.
+than a small attention. At S, a client needs 0.85 of plain httpx's processor time for a request on
+one connection, and with 16 tasks 0.44, and handles about twice as many requests. Limits of the pool
+change nothing about this.
 """
 
 from __future__ import annotations
