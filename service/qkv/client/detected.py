@@ -8,9 +8,8 @@ from typing import Any
 import httpx
 
 from qkv.client.arrays import to_raw
-from qkv.client.json_fields import to_json_fields
 from qkv.client.layer_tensors import select
-from qkv.client.request_builders import RequestSpec, build_post, choose_codec
+from qkv.client.request_builders import RequestSpec, build_post, choose_codec, to_json_fields
 from qkv.wire.layer_responses import DetectedLayer
 from qkv.wire.message import Message
 

@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import httpx
+import numpy as np
 import orjson
 
 from qkv.client.arrays import FromRaw, from_raw_like, is_array, to_raw
 from qkv.client.comparison import Comparison
 from qkv.client.event_source import EVENT_STREAM
-from qkv.client.json_fields import to_json_fields
 from qkv.client.layer_tensors import select
 from qkv.client.results import Converted, Gradients, Run
 from qkv.errors import InvalidContent
@@ -292,6 +293,36 @@ def choose_codec(message: Message) -> Codec:
     groups = message.tensors, message.layer, message.check
     has_untyped = any(tensor.is_untyped for group in groups for tensor in group.values())
     return json if has_untyped else safetensors
+
+
+def to_json_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields with the numbers and arrays of numpy as plain numbers and lists.
+
+    Raises:
+        InvalidContent: a value, at any depth, is not finite or has no place in JSON.
+    """
+    return {name: _to_json(value, name) for name, value in fields.items()}
+
+
+def _to_json(value: Any, name: str) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise InvalidContent(f"{name} has a name that is no text: got {key!r:.60}")
+        return to_json_fields(value)
+    if isinstance(value, list | tuple):
+        return [_to_json(x, name) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):  # orjson would write null
+        raise InvalidContent(f"{name} is not finite: got {value}")
+    try:
+        orjson.dumps(value)
+    except TypeError as error:
+        raise InvalidContent(
+            f"{name} cannot be sent: got {value!r:.60}, expected a value of JSON ({error})"
+        ) from None
+    return value
 
 
 def _restore_tensors(message: Message, from_raw: FromRaw) -> dict[str, Any]:

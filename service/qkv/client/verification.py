@@ -12,8 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from qkv.client.arrays import from_raw_like, is_array, to_raw
-from qkv.client.json_fields import to_json_fields
-from qkv.client.request_builders import RequestSpec, build_post
+from qkv.client.request_builders import RequestSpec, build_post, to_json_fields
 from qkv.errors import InvalidContent
 from qkv.wire import safetensors, verify_responses
 from qkv.wire.message import Message

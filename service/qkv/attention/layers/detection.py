@@ -26,8 +26,12 @@ from qkv.attention.layers.detection_candidates import (
     list_splits,
     list_variations,
 )
-from qkv.attention.layers.detection_outputs import Projections, SplitOutputs
-from qkv.attention.layers.detection_work import DetectionSize, check_work
+from qkv.attention.layers.detection_outputs import (
+    DetectionSize,
+    Projections,
+    SplitOutputs,
+    check_work,
+)
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_options import LayerOptions
 from qkv.attention.layers.layer_reader import find_prefix, read_layer
