@@ -7,6 +7,7 @@ function, and the model itself runs once, on its own numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -26,6 +27,8 @@ _CHANNELS_FIRST: Final = frozenset({
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 })  # fmt: skip
 """Functions of inputs (B, channels, ...): an index of the second axis is no position."""
+_WRITING: Final = re.compile(r"__setitem__|__i(?!n)[a-z]+__|\w*[^_]_")
+"""Names of functions that write to their first argument, such as __iadd__ and add_."""
 
 
 class FollowedToken:
@@ -97,21 +100,24 @@ class FollowedToken:
                 return
         others = tensors_of(self._run_on_twins(function, args, kwargs))
         for x, twin in zip(results, filter(is_number, others), strict=True):
-            if x.shape == twin.shape:
+            if _is_view(twin, x):  # of an argument that does not depend on the token
+                self._twins[x] = None
+            elif x.shape == twin.shape:
                 self._twins[x] = twin
 
     def _is_known(self, x: Tensor) -> bool:
         return isinstance(x, nn.Parameter) or x in self._twins
 
-    def write(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Notes what a function is going to write to its first argument."""
+    def write(self, function: Callable[..., Any], args: Any, kwargs: Any, target: Tensor) -> None:
+        """Notes what a function is going to write to a tensor."""
         if not any(map(self._has_twin, tensors_of([args, kwargs]))):
             return
-        target = args[0]
         if not self._has_twin(target):
             self._twins[target] = target.detach().clone()
         try:
             self._run_on_twins(function, args, kwargs)
+            if any(_is_view(self._twins[target], x) for x in tensors_of([args, kwargs])):
+                self.put(target, UNKNOWN)
         except Exception:
             self.put(target, UNKNOWN)
 
@@ -158,11 +164,21 @@ def _place_of_mixed(
     return (*kept, *(None,) * (output.ndim - len(kept)))
 
 
-def written(function: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """True if a function of torch writes to its first argument."""
-    name = getattr(function, "__name__", "")
-    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    return writes and len(args) > 0 and is_number(args[0])
+def _is_view(twin: Tensor, x: Tensor) -> bool:
+    """True if what is written to a twin is written to a tensor of the model too."""
+    return twin.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def written(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Returns the tensor of numbers that a function of torch writes to; None if there is none."""
+    target = kwargs.get("out")
+    if target is None and (
+        _WRITING.fullmatch(getattr(function, "__name__", "")) or kwargs.get("inplace") is True
+    ):
+        target = args[0] if args else None
+    return target if is_number(target) else None
 
 
 def follow(
@@ -173,10 +189,10 @@ def follow(
 ) -> Any:
     """Runs a function of torch, and also on the twins of each token, with equal random numbers."""
     device = next((x.device for x in tensors_of([args, kwargs])), torch.device("cpu"))
-    if written(function, args):
+    if (target := written(function, args, kwargs)) is not None:
         for token in tokens:
             with suppress(Exception), without_traces(device):
-                token.write(function, args, kwargs)
+                token.write(function, args, kwargs, target)
         return function(*args, **kwargs)
     state = None
     with suppress(Exception):  # such as inside a graph of CUDA
