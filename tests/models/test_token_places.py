@@ -247,6 +247,28 @@ def test_code_that_cannot_be_seen_runs_again_or_is_named() -> None:
         assert missed_layers(capture(model, torch.randn(2, LENGTH, WIDTH))) == ["2"]
 
 
+@torch.library.custom_op("qkv_test::accumulate", mutates_args=("state",))
+def accumulate(x: Tensor, state: Tensor) -> Tensor:
+    """Returns the double of a sequence, and adds the sequence to a state."""
+    state += x.sum((0, 1))
+    return x * 2
+
+
+def test_custom_operator_that_writes_to_a_state_runs_once() -> None:
+    state, x = torch.zeros(WIDTH), torch.randn(2, LENGTH, WIDTH)
+    operator = torch.ops.qkv_test.accumulate
+    model = nn.Sequential(PlainAttention(), Function(lambda x: operator(x, state))).eval()
+    with torch.no_grad():
+        model(x)
+        once = state.clone()
+        state.zero_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CaptureWarning)
+            with qkv.capture(model):
+                model(x)
+    assert torch.equal(state, once)
+
+
 def test_random_and_stateful_functions_run_once() -> None:
     model = nn.Sequential(nn.BatchNorm1d(LENGTH), PlainAttention(), nn.Dropout(0.5)).train()
     x = torch.randn(3, LENGTH, WIDTH)

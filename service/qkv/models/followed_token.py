@@ -125,7 +125,11 @@ class FollowedToken:
         def other(value: Any) -> Any:
             if type(value) in (list, tuple):
                 return type(value)(map(other, value))
-            return self._twins[value] if is_number(value) and self._has_twin(value) else value
+            if is_number(value) and self._has_twin(value):
+                return self._twins[value]
+            return value.clone() if is_copied and isinstance(value, Tensor) else value
+
+        is_copied = _may_write_anywhere(function)
 
         return function(*other(args), **{name: other(value) for name, value in kwargs.items()})
 
@@ -162,6 +166,12 @@ def _place_of_mixed(
     leading = {place[shared] for x, place in mixed if x.shape[shared] == output.shape[shared]}
     kept = leading.pop() if len(leading) == 1 else ()
     return (*kept, *(None,) * (output.ndim - len(kept)))
+
+
+def _may_write_anywhere(function: Callable[..., Any]) -> bool:
+    """True for a custom operator that writes to an argument, such as to a state."""
+    schema = getattr(getattr(function, "default", function), "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 def _is_view(twin: Tensor, x: Tensor) -> bool:
