@@ -204,21 +204,39 @@ def follow(
             with suppress(Exception), without_traces(device):
                 token.write(function, args, kwargs, target)
         return function(*args, **kwargs)
-    state = None
+    state = torch.empty(0)
     with suppress(Exception):  # such as inside a graph of CUDA
-        state = random_numbers(device).get_rng_state()
+        state = random_state(device)
     result = function(*args, **kwargs)
     if any(map(is_number, tensors_of(result))):
         for token in tokens:
             with suppress(Exception), without_traces(device):
-                random_numbers(device).set_rng_state(state)
+                set_random_state(device, state)
                 token.run(function, args, kwargs, result)
     return result
 
 
-def random_numbers(device: torch.device) -> Any:
-    """Returns torch's module of the random numbers of a device."""
-    return torch if device.type in ("cpu", "meta") else torch.get_device_module(device)
+def random_state(device: torch.device) -> Tensor:
+    """Returns the state of the random numbers of a device."""
+    numbers, place = _random_numbers(device)
+    state: Tensor = numbers.get_rng_state(*place)
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Sets the state of the random numbers of a device."""
+    numbers, place = _random_numbers(device)
+    numbers.set_rng_state(state, *place)
+
+
+def _random_numbers(device: torch.device) -> tuple[Any, Sequence[torch.device]]:
+    """Returns torch's module of the random numbers of a device, and its arguments.
+
+    Without an argument they would be those of the current GPU.
+    """
+    if device.type in ("cpu", "meta"):
+        return torch, ()
+    return torch.get_device_module(device), () if device.type == "mps" else (device,)
 
 
 @contextmanager

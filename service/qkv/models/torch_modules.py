@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from qkv.models.followed_token import random_numbers, without_traces
+from qkv.models.followed_token import random_state, set_random_state, without_traces
 from qkv.models.model_call import CallOutput, ModelCall
 from qkv.models.proof import is_projected
 from qkv.models.running_modules import (
@@ -181,10 +181,10 @@ def _wrap_multihead(module: nn.MultiheadAttention, forward: _Forward) -> _Forwar
         is_fast = given.query is given.key is given.value and _may_be_fast(module)
         if has_only_recorders() and (given.need_weights or is_replaced or is_fast):
             drops = module.training and module.dropout
-            random_state = random_numbers(given.query.device).get_rng_state() if drops else None
+            state = random_state(given.query.device) if drops else None
             with paused(), without_mode():
                 result = forward(*args, **kwargs)
-            heads.record(forward, result, random_state)
+            heads.record(forward, result, state)
             return result
         with paused(), _HeadsMode(functools.partial(heads.dispatch, given.need_weights)):
             output, _ = forward(*given.without_weights())
@@ -256,21 +256,21 @@ class _Heads:
         self.outputs: list[CallOutput] = []
         self._module, self._given = module, given
 
-    def record(self, forward: _Forward, result: Any, random_state: Tensor | None) -> None:
+    def record(self, forward: _Forward, result: Any, state: Tensor | None) -> None:
         """Runs the module once more, to record its heads.
 
         Args:
             forward: of the module.
             result: what the module returned.
-            random_state: of the random numbers before, which are drawn again; None: none are.
+            state: of the random numbers before, which are drawn again; None: none are.
         """
         returned = result[0] if isinstance(result, tuple) else result
         query = self._given.query
         # a lack of memory, or a `forward` of other arguments: the model itself must go on
-        traces = nullcontext() if random_state is None else without_traces(query.device)
+        traces = nullcontext() if state is None else without_traces(query.device)
         with suppress(Exception), paused(), torch.no_grad(), traces, _HeadsMode(self._keep):
-            if random_state is not None:
-                random_numbers(query.device).set_rng_state(random_state)
+            if state is not None:
+                set_random_state(query.device, state)
             forward(*self._given.without_weights())
         if not self.calls:
             report_miss(_OWN_CODE)
