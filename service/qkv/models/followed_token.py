@@ -36,7 +36,7 @@ class FollowedToken:
 
     def __init__(self) -> None:
         self._twins = WeakTensorKeyDictionary()
-        self._places = WeakTensorKeyDictionary()  # those that were found, with their versions
+        self._places = WeakTensorKeyDictionary()  # that were found, with twins and versions
 
     def place_in(self, x: Tensor) -> Any:
         """Returns the place in a tensor, or None, or UNKNOWN."""
@@ -46,10 +46,12 @@ class FollowedToken:
         with suppress(Exception):  # such as a lack of memory: the model itself must go on
             if x.is_inference() or twin.is_inference():  # they have no version
                 return changed_place(x, twin)
-            versions = id(twin), x._version, twin._version
-            if x not in self._places or self._places[x][0] != versions:
-                self._places[x] = versions, changed_place(x, twin)
-            return self._places[x][1]
+            versions = x._version, twin._version
+            before, at, place = self._places.get(x, (None, versions, None))
+            if before is not twin or at != versions:
+                place = changed_place(x, twin)
+                self._places[x] = twin, versions, place
+            return place
         return UNKNOWN
 
     def put(self, x: Tensor, place: Any) -> None:
