@@ -30,7 +30,7 @@ class Reference:
             by themselves.
     """
 
-    compute: Callable[[Mapping[str, Any]], Mapping[str, Tensor]]
+    compute: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     steps: Mapping[str, Step]
     inputs: Mapping[str, Input]
     outputs: Mapping[str, Output]
@@ -126,7 +126,7 @@ class Reference:
             found[name] = type(past)(*(None if x is None else x[part] for x in past))
         return found
 
-    def _outputs(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _outputs(self, found: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns the outputs among the steps: the last one that says so, or that of the name."""
         named = {n: n for n in self.outputs if n in found}
         named |= {

@@ -5,11 +5,12 @@ A file's `STEPS` describes the steps, and its `steps` computes them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import pydantic
+from torch import Tensor
 
 from qkv.attention.signature import Signature
 from qkv.attention.variant_file import BrokenRule
@@ -22,6 +23,10 @@ MAX_ITEMS: Final = 16
 """The most items of such a request: they are computed one by one."""
 MAX_BYTES: Final = 1 << 21
 """The most bytes of all steps of such a request, in float64."""
+
+StepValue = Tensor | Callable[[], Tensor]
+"""What `steps` returns of a step: its tensor, or a function that computes it. The reference reads
+the outputs alone, and calls none: a step may have a number for each row, key and channel."""
 
 
 class Step(NamedTuple):

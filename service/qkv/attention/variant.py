@@ -235,7 +235,7 @@ class Variant:
                 `plane_BH` if the variant takes it.
         """
         steps = self._run(self.module.steps, arguments)
-        return {STEPS + name: tensor for name, tensor in steps.items()}
+        return {STEPS + name: x() if callable(x) else x for name, x in steps.items()}
 
     def _run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Calls a function of the file with those of the arguments that it takes."""

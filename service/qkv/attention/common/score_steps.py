@@ -89,7 +89,8 @@ def seen_keys(
 
 def per_query_head(x_BGSX: Tensor, query_BHLD: Tensor) -> Tensor:
     """Returns keys or values (B, H, S, X): those of each query head."""
-    return x_BGSX.repeat_interleave(query_BHLD.shape[1] // x_BGSX.shape[1], 1)
+    count = query_BHLD.shape[1] // x_BGSX.shape[1]
+    return x_BGSX if count == 1 else x_BGSX.repeat_interleave(count, 1)
 
 
 def score_steps(

@@ -34,7 +34,7 @@ from qkv.attention.common.score_steps import (
     seen_keys,
 )
 from qkv.attention.common.visibility import Visibility
-from qkv.attention.step import Step
+from qkv.attention.step import Step, StepValue
 
 WEIGHTS: Final = "unnormalised; each weight is between 0 and 1, and rows do not sum to 1"
 REFUSES: Final[Mapping[str, str]] = {
@@ -182,7 +182,7 @@ def _bias(call: Call, dtype: torch.dtype) -> Tensor:
     return -call.key_lengths_B.clamp(min=1).double().log().to(dtype).view(-1, 1, 1, 1)
 
 
-def steps(call: Call) -> dict[str, Tensor]:
+def steps(call: Call) -> dict[str, StepValue]:
     """Returns the steps by name, from float64 tensors."""
     query, key, value, lengths = call.query_BHLD, call.key_BGSD, call.value_BGSE, call.key_lengths_B
     found, scores = score_steps(query, key, value, lengths, call.scale, call.softcap)
@@ -194,8 +194,11 @@ def steps(call: Call) -> dict[str, Tensor]:
     found["shifted"] = scores + bias_B[:, None, None, None]
     found |= mask_step_values(found["shifted"], seen, distance, call.mask_BHLS, call.alibi_slopes_H)
     weights = found["masked"].sigmoid()
-    terms = weights[..., None] * per_query_head(found["value"], query)[:, :, None]
-    return found | {"weights": weights, "terms": terms, "output": terms.sum(-2)}
+    value = per_query_head(found["value"], query)
+    return {
+        **found, "weights": weights, "terms": lambda: weights[..., None] * value[:, :, None],
+        "output": weights @ value,
+    }  # fmt: skip
 
 
 def backward(call: Call, grad_output_BHLE: Float[Tensor, "B H L E"]) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from qkv.attention.common.score_steps import (
     seen_keys,
 )
 from qkv.attention.common.visibility import Visibility
-from qkv.attention.step import Step
+from qkv.attention.step import Step, StepValue
 
 WEIGHTS: Final = "stochastic; unnormalised after dropout, and with sinks"
 REFUSES: Final[Mapping[str, str]] = {}
@@ -239,7 +239,7 @@ def _scores(
     )  # fmt: skip
 
 
-def steps(call: Call) -> dict[str, Tensor]:
+def steps(call: Call) -> dict[str, StepValue]:
     """Returns the steps by name, from float64 tensors."""
     query, key, value, lengths = call.query_BHLD, call.key_BGSD, call.value_BGSE, call.key_lengths_B
     found, scores = score_steps(query, key, value, lengths, call.scale, call.softcap)
@@ -259,10 +259,10 @@ def steps(call: Call) -> dict[str, Tensor]:
     if call.dropout and call.plane_BH is not None:
         kept = kept_weights(call.dropout, call.seed, call.plane_BH, weights)
         found["kept"] = last = weights * kept / (1 - call.dropout)
-    terms = last[..., None] * per_query_head(found["value"], query)[:, :, None]
-    return found | {
-        "exponentials": exponentials, "row_sums": sums[..., 0], "weights": weights, "terms": terms,
-        "output": terms.sum(-2),
+    value = per_query_head(found["value"], query)
+    return {
+        **found, "exponentials": exponentials, "row_sums": sums[..., 0], "weights": weights,
+        "terms": lambda: last[..., None] * value[:, :, None], "output": last @ value,
     }  # fmt: skip
 
 
