@@ -25,7 +25,12 @@ class Unfit(Exception):
 
     Args:
         part: the missing part, as a noun phrase.
+        nearest: the nearest description with its error; "": it is not known.
     """
+
+    def __init__(self, part: str, nearest: str = "") -> None:
+        super().__init__(part)
+        self.nearest = nearest
 
 
 class Turning(NamedTuple):
