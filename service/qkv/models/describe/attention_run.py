@@ -28,7 +28,7 @@ class AttentionRun:
         captured: its attention call; None: qkv cannot see one.
         missed: the reason for that.
         before, behind: names of the modules with parameters that ran before the call and after it.
-        unlike: modules inside it that receive something else than it, and what that is.
+        unlike: projections before the call that receive something else, and what that is.
     """
 
     module: nn.Module
@@ -107,7 +107,7 @@ def run_attention(
 
     def note(name: str, args: Sequence[Any]) -> None:
         (run.behind if calls else run.before).append(name)
-        if name in projections and (what := _unlike(name, args, arguments)):
+        if name in projections and not calls and (what := _unlike(name, args, arguments)):
             run.unlike[name] = what
 
     with contextlib.ExitStack() as stack, torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -17,20 +17,8 @@ SAME: Final = 1e-6
 _DIGITS: Final = 9
 
 
-class Nearest(NamedTuple):
-    """The nearest description of an attention.
-
-    Attributes:
-        fields: of qkv.toml.
-        missing: parts of it that no field holds.
-    """
-
-    fields: dict[str, Any]
-    missing: list[str]
-
-
-def describe_call(call: AttentionCall, factor: float = 1.0) -> Nearest:
-    """Returns the nearest description of an attention call alone.
+def describe_call(call: AttentionCall, factor: float = 1.0) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields of an attention call alone, and its parts that no field holds.
 
     Args:
         call: of a module.
@@ -49,7 +37,7 @@ def describe_call(call: AttentionCall, factor: float = 1.0) -> Nearest:
     scale = call.scale if abs(factor - 1) <= SAME else rounded(call.scale * factor)
     if abs(scale * call.query.shape[-1] ** 0.5 - 1) > SAME:
         fields["scale"] = scale
-    return Nearest(fields, missing)
+    return fields, missing
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from qkv.attention.layers.unread_tensors import find_unread
 from qkv.errors import InvalidContent
 from qkv.jobs.loaded.layer_mark import digest_of
 from qkv.models.describe.attention_run import AttentionRun, run_attention
-from qkv.models.describe.call_fields import Nearest
 from qkv.models.describe.drawn_model import draw, read_config
 from qkv.models.describe.layer_fields import find_nearest
 from qkv.models.describe.layer_proof import SIZES, TOLERANCE, LayerProof
@@ -237,10 +236,7 @@ class _Model:
         """
         proof = LayerProof(layer, layout, run)
 
-        def nearest_with(turned: AttentionRun) -> Nearest:
-            return find_nearest(proof.layer, layer.names, run, turned, self._tables)
-
-        fields, missing = nearest_with(run)
+        fields, missing = find_nearest(proof.layer, run, run, self._tables)
         if unread:
             missing = [unread_part(unread), *missing]
         if fields["positions"] == "rotary" and self._has_axes:
@@ -251,9 +247,9 @@ class _Model:
                 turned = self._run(layer, run.module, longer)
                 if turned is None or len(turned.positions) != turned.x_BLM.shape[1]:
                     continue  # the model does not take positions, such as a tower of images
-                far = nearest_with(turned)
-                if not far.missing and (error := proof.error(far.fields)) <= TOLERANCE:
-                    fields, length = far.fields, longer
+                far, unfit = find_nearest(proof.layer, run, turned, self._tables)
+                if not unfit and (error := proof.error(far)) <= TOLERANCE:
+                    fields, length = far, longer
                     break
         else:
             error = proof.error(fields)

@@ -7,7 +7,7 @@ only a candidate: `layer_proof` compares it with the module.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,7 @@ from qkv.attention.layers.layer_weights import SINKS
 from qkv.attention.layers.qk_norm import QKNorm, normalize
 from qkv.models.attention_call import AttentionCall
 from qkv.models.describe.attention_run import AttentionRun
-from qkv.models.describe.call_fields import SAME, Nearest, describe_call, noting, rounded
+from qkv.models.describe.call_fields import SAME, describe_call, noting, rounded
 from qkv.models.describe.rotary_angles import Turning, Unfit, are_near, measure
 
 _EPS: Final = ("variance_epsilon", "eps", "epsilon")
@@ -27,23 +27,16 @@ _OFFSETS: Final = (0, 1)
 
 
 def find_nearest(
-    layer: Layer,
-    names: Mapping[str, str],
-    run: AttentionRun,
-    turned: AttentionRun,
-    tables: Sequence[Tensor],
-) -> Nearest:
-    """Returns the nearest description of a layer.
+    layer: Layer, run: AttentionRun, turned: AttentionRun, tables: Sequence[Tensor]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields of the nearest description of a layer, and its parts that no field holds.
 
     Args:
         layer: with the numbers of the module, its heads, and no positions.
-        names: of its tensors inside the module.
         run: with tokens at positions 0, 1, 2, ...
         turned: the same one, or one whose positions double, for the rotary embedding.
         tables: numbers of the model that may be the exact frequencies.
     """
-    output = names[layer.name_of("output.weight")] if "output.weight" in layer.weights else ""
-    unlike = [what for name, what in run.unlike.items() if not output.startswith(f"{name}.")]
     missing: list[str] = []
     fields: dict[str, Any] = {"positions": "none"}
     factor = 1.0
@@ -60,8 +53,8 @@ def find_nearest(
     of_call, in_call = describe_call(run.call, factor)
     heads = {"heads": layer.heads.query, "kv_heads": layer.heads.key}
     # nothing fits if the projections get others
-    missing = unlike[:1] or [*missing, *in_call]
-    return Nearest({"layout": layer.layout.name, **of_call, **heads, **fields}, missing)
+    missing = list(run.unlike.values())[:1] or [*missing, *in_call]
+    return {"layout": layer.layout.name, **of_call, **heads, **fields}, missing
 
 
 def _projected(layer: Layer, role: str, x_BNM: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from qkv.errors import QkvError
 from qkv.local import attend
 from qkv.models.describe.attention_run import AttentionRun
 from qkv.models.describe.located_layers import LocatedLayer
-from qkv.models.describe.rotary_angles import Unfit
+from qkv.models.describe.rotary_angles import Unfit, error_of
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
@@ -125,8 +125,3 @@ def attended(
     except QkvError as error:
         raise Unfit(f"weights that qkv refuses: {error.detail}") from None
     return torch.from_numpy(np.array(response.tensors["output"].numpy()))
-
-
-def error_of(found: Tensor, expected: Tensor) -> float:
-    """Returns the largest error, relative to the largest number."""
-    return float((found - expected).abs().max() / expected.abs().max())
