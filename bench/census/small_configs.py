@@ -138,7 +138,8 @@ def _small(name: str, value: Any, every: Mapping[str, Any]) -> Any:
     if name in _KEY_HEADS:
         return _small_key_heads(value, every)
     if name in _WIDTHS_OF_HEADS and isinstance(value, int):
-        return WIDTH // HEADS
+        is_rotary = value == every.get("qk_rope_head_dim")  # in latent attention
+        return _BY_NAME["qk_rope_head_dim"] if is_rotary else WIDTH // HEADS
     if name.endswith(("_token_id", "_token_index", "_token_ids")) and isinstance(value, int):
         return _small_token(name, value)
     if isinstance(value, int) and name in _BY_NAME:

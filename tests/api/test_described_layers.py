@@ -74,3 +74,10 @@ def test_line_allows_longer_requests(described: Server) -> None:
     document = request(20, "longer.encoder.layer.1")
     response = described.http.post("/v1/attention/softmax", json=document)
     assert response.status_code == 200, response.text
+
+
+def test_residual_input_is_refused_because_no_norm_is_described(described: Server) -> None:
+    document = request(6, input="residual")
+    problem = assert_problem(described.http.post("/v1/attention/softmax", json=document), 422)
+    assert problem["pointer"] == "/layer/input"
+    assert "x is what its attention module receives" in problem["detail"]

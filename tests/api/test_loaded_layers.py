@@ -224,7 +224,11 @@ def test_fields_of_a_request_replace_those_of_the_checkpoint(
         ({"qk_norm": {"eps": 1.0}}, "/layer/qk_norm", "has no norm of queries and keys"),
         ({"other": 1}, "/layer/other", "known are name, heads, "),
         ({"rope": {"bases": 1.0}}, "/layer/rope/bases", "unknown field 'bases'"),
-        ({"input": "residual"}, "/layer/input", "has no norm in front of its attention"),
+        (
+            {"input": "residual"},
+            "/layer/input",
+            "without a norm in front of its attention",
+        ),
         ({"input": "x"}, "/layer/input", "layer.input is invalid"),
         ({"window": [-1, 0]}, "/layer/window", "window"),
     ],

@@ -134,7 +134,8 @@ def _changed(layer: Layer, changes: Mapping[str, object]) -> Layer:
     if options.input == "residual" and layer.loaded.norm is None:
         raise InvalidContent(
             f"layer.input is invalid: got 'residual', expected 'attention', because "
-            f"{layer.loaded.name} has no norm in front of its attention",
+            f"{layer.loaded.name} is loaded without a norm in front of its attention: x is what "
+            "its attention module receives",
             pointer=pointer_to("layer", "input"),
         )
     loaded = layer.loaded

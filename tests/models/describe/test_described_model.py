@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -156,20 +157,44 @@ def test_model_that_chooses_keys_is_described_for_the_tokens_of_its_run(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("model_type", "part"),
+    ("model_type", "part", "fields"),
     [
-        ("t5", "relative positions that no layout reads"),
-        ("deepseek_v3", "latent attention that no layout reads"),
-        ("afmoe", "the nearest has the error"),
-        ("bloom", "it receives alibi"),
+        ("afmoe", "gate_proj", '"layout": "llama"'),
+        ("bloom", "code of its own", '"alibi": true'),
+        ("falcon", "code of its own", '"layout": "falcon"'),
+        ("t5", "relative positions that no layout reads", "in front of SelfAttention.o"),
+        ("deepseek_v3", "latent attention that no layout reads", '"causal": true'),
+        ("qwen3_next", "a gate of the output", '"kv_heads": 2'),
     ],
 )
-def test_layer_is_named_with_its_nearest_description_or_a_tensor(
-    tmp_path: Path, model_type: str, part: str
+def test_layer_is_named_with_its_nearest_description(
+    tmp_path: Path, model_type: str, part: str, fields: str
 ) -> None:
+    """It is that of a layout, of the attention call alone, or from the output alone."""
     found = described(tmp_path, model_type)
     assert not found.kinds
-    assert part in next(iter(found.refused.values()))
+    reason = next(iter(found.refused.values()))
+    assert part in reason
+    assert re.search(r"\(the nearest has the error \d\.\de[-+]\d\d", reason), reason
+    assert fields in reason
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "deepseek_v3", "falcon", "qwen3_next"])
+def test_nearest_description_is_right_where_it_was_measured(
+    tmp_path: Path, model_type: str
+) -> None:
+    """What it is missing lies outside of its attention call, or of what describe can see."""
+    reason = next(iter(described(tmp_path, model_type).refused.values()))
+    (error,) = re.findall(r"has the error (\S+?):? ", reason)
+    assert float(error) < 1e-6
+
+
+@pytest.mark.parametrize("model_type", ["hunyuan_vl_vision", "cosmos3_edge_vision"])
+def test_tower_of_patches_is_described(tmp_path: Path, model_type: str) -> None:
+    """Its images are rows of patches with the numbers of rows and columns."""
+    found = described(tmp_path, model_type)
+    assert [kind.length for kind in found.kinds] == [16]
+    assert not found.refused
 
 
 def test_model_of_another_folder_is_refused(tmp_path: Path) -> None:

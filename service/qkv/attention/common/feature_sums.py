@@ -234,8 +234,12 @@ class _Heads(NamedTuple):
             if self.total_nKL1 is not None:
                 self.total_nKL1[:, :, :first] = 0.0
         before = slice(0, max(0, min(S, first + offset)))
-        values, ones = _state(self.key_nSF[:, before], self.value_nSE[:, before], self.key_phi)
-        state = values.mT.double(), ones.double()
+        if before.stop:
+            values, ones = _state(self.key_nSF[:, before], self.value_nSE[:, before], self.key_phi)
+            state = values.mT.double(), ones.double()
+        else:
+            zeros = self.key_nSF.new_zeros(n, F, E + 1, dtype=torch.float64)
+            state = zeros[..., :E], zeros[..., E:].mT
         if first < every:
             chunk = min(_CHUNK, every - first)
             per_chunk = max(1, n * max(chunk * max(F, E), F * E))
@@ -250,20 +254,27 @@ class _Heads(NamedTuple):
         """Writes the sums of consecutive chunks and advances the state to their end.
 
         Within a chunk the scores are a small triangle. The earlier keys are a sum that all queries
-        of the chunk share (Katharopoulos et al., arXiv:2006.16236, section 3.3, by blocks).
+        of the chunk share (Katharopoulos et al., arXiv:2006.16236, section 3.3, by blocks); one
+        chunk of all queries has none.
         """
         keys = slice(rows.start + offset, rows.stop + offset)
         key, value = _chunked(self.key(keys), chunk), _chunked(self.value_nSE[:, keys], chunk)
-        values = _before(state[0], torch.bmm(key.mT, value))
-        if self.total_nKL1 is not None:
-            ones = _before(state[1], key.sum(1, keepdim=True))
+        is_all = keys.start == 0 and rows.stop == self.output_nKLE.shape[2] <= chunk
+        if not is_all:
+            values = _before(state[0], torch.bmm(key.mT, value))
+            if self.total_nKL1 is not None:
+                ones = _before(state[1], key.sum(1, keepdim=True))
         for k in range(self.output_nKLE.shape[1]):
             query = _chunked(self.query(k, rows), chunk)
             scores = torch.bmm(query, key.mT).tril_()
-            output = torch.bmm(query, values).baddbmm_(scores, value)
+            if is_all:
+                output = torch.bmm(scores, value)
+            else:
+                output = torch.bmm(query, values).baddbmm_(scores, value)
             _put(self.output_nKLE[:, k, rows], output)
             if self.total_nKL1 is not None:
-                total = torch.bmm(query, ones.mT).add_(scores.sum(-1, keepdim=True))
+                total = scores.sum(-1, keepdim=True)
+                total = total if is_all else torch.bmm(query, ones.mT).add_(total)
                 _put(self.total_nKL1[:, k, rows], total)
 
 

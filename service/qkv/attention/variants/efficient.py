@@ -18,13 +18,8 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from qkv.attention.common.channel_softmax import average_by_channels
-from qkv.attention.common.feature_sums import (
-    Phi,
-    feature_products,
-    feature_sums,
-    transposed_feature_sums,
-)
-from qkv.attention.common.gradients import normalize_size, scale_back
+from qkv.attention.common.feature_sums import Phi, feature_products, transposed_feature_sums
+from qkv.attention.common.gradients import gradients_by_features, normalize_size, scale_back
 from qkv.attention.common.guards import (
     are_deferred,
     are_wide,
@@ -169,19 +164,16 @@ class _Features(NamedTuple):
         """Returns the gradients of softmax_D(Q), K and the values, from that of A @ value."""
         query, key, offsets = self.query_BGKLD, self.key_BGSD, self.offsets
         query = query if self.phi is None else self.phi(query)
-        slope, _ = feature_sums(grad_BGKLE, value_BGSE, key, offsets)
+        slope, key_gradient, value_gradient = gradients_by_features(
+            query, key, value_BGSE, grad_BGKLE, None, offsets
+        )
         if offsets is not None:
             total = _totals(key, offsets, query.shape[3])
             slope /= total.masked_fill_(total == 0, 1.0)[:, :, None]
         # a row subtracts the same number for all keys that it sees
         row_BGKL1, key_BGS1 = torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1])
-        key_gradient = transposed_feature_sums(value_BGSE, grad_BGKLE, query, offsets)
         key_gradient -= transposed_feature_sums(key_BGS1, row_BGKL1, query * slope, offsets)
-        return (
-            slope,
-            key_gradient.mul_(key),
-            transposed_feature_sums(key, query, grad_BGKLE, offsets),
-        )
+        return slope, key_gradient.mul_(key), value_gradient
 
 
 def weights_are(parameters: Any, inputs: Collection[str] = ()) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 from qkv.attention.common.gradients import normalize_size, scale_back
 from qkv.attention.common.guards import holds, is_finite, largest_size, occurs
 from qkv.attention.common.row_masks import mask_padding, padding_mask
+from qkv.attention.common.running_sums import running_sums
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.score_steps import seen_keys, sums_before, zero_padding
 from qkv.attention.common.summed_tokens import Features, SummedTokens, has_state, state_sizes
@@ -57,10 +58,6 @@ STEPS: Final = (
 
 _BLOCK_ELEMENTS = 1 << 22  # of a block of rows of A
 _BLOCK = 4096  # the most rows that are summed in float32
-_CHUNK = 32  # rows that are summed one after another
-_SEGMENT = 512  # rows of the chunks that are processed together
-_SHORT = 128  # up to so many rows, one cumsum is as fast
-_CACHED = 1 << 18  # numbers that fit into the cache
 
 _Method = Literal["cumsum", "loop", "matmul", "softmax"]
 
@@ -248,7 +245,7 @@ def _cumsum(value_BHSE: Tensor, lengths_B: Tensor | None, causal: bool, normaliz
     """Sums few values in the scores' dtype, and these sums in float64.
 
     Results that overflow are recomputed in float64. The error of a float32 result is a few
-    roundings of the sum of |v|: see `_total` and `_running`.
+    roundings of the sum of |v|: see `_total` and `running_sums`.
     """
     S, dtype = value_BHSE.shape[2], value_BHSE.dtype
     exact = score_dtype(dtype)
@@ -262,7 +259,7 @@ def _cumsum(value_BHSE: Tensor, lengths_B: Tensor | None, causal: bool, normaliz
     if value_BHSE.device.type != "cpu":
         output = (_exactly(value_BHSE, causal) / counts).to(exact)
     else:
-        output = _running(value_BHSE, exact) if causal else _total(value_BHSE, exact)
+        output = running_sums(value_BHSE, exact) if causal else _total(value_BHSE, exact)
         if normalize:
             output /= counts
         # inf and NaN persist in a sum, so one sum checks all elements
@@ -296,34 +293,6 @@ def _total(value_BHSE: Tensor, exact: torch.dtype) -> Tensor:
     if cut < S:
         sums += value_BHSE[:, :, cut:].sum(2, keepdim=True, dtype=exact)
     return sums.to(exact)
-
-
-def _running(value_BHSE: Tensor, exact: torch.dtype) -> Tensor:
-    """Returns the sum up to each row.
-
-    torch's cumsum of a chunk accumulates in float64 and rounds each sum once. The total before a
-    chunk is a sum of such sums in float64. It is rounded and added, which makes 3 roundings in
-    total. This is faster than one cumsum over all rows, because it stays in the cache. The chunks
-    do not depend on B and H, so the bits do not either.
-    """
-    B, H, S, E = value_BHSE.shape
-    if S <= _SHORT:
-        return value_BHSE.cumsum(2, dtype=exact)
-    cut = S - S % _CHUNK
-    sums_BHSE = torch.empty_like(value_BHSE, dtype=exact, memory_format=torch.contiguous_format)
-    value, sums = value_BHSE.flatten(0, 1), sums_BHSE.flatten(0, 1)
-    for heads in row_blocks(B * H, min(S, _SEGMENT) * E, _CACHED):
-        before = sums.new_zeros(heads.stop - heads.start, 1, E, dtype=torch.float64)
-        for rows in [*row_blocks(cut, 1, _SEGMENT), slice(cut, S)]:
-            if rows.start == rows.stop:
-                continue
-            chunks = sums[heads, rows].unflatten(1, (-1, min(_CHUNK, rows.stop - rows.start)))
-            part = value[heads, rows].unflatten(1, chunks.shape[1:3])
-            torch.cumsum(part, 2, dtype=exact, out=chunks)
-            totals = torch.cat([before, chunks[:, :, -1]], 1).cumsum(1)
-            chunks += totals[:, :-1, None].to(exact)
-            before = totals[:, -1:]
-    return sums_BHSE
 
 
 def _loop(value_BHSE: Tensor, lengths_B: Tensor | None, causal: bool, normalize: bool) -> Tensor:

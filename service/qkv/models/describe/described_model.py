@@ -25,10 +25,11 @@ from qkv.errors import InvalidContent
 from qkv.jobs.loaded.layer_mark import digest_of
 from qkv.models.describe.attention_run import AttentionRun, run_attention
 from qkv.models.describe.drawn_model import draw, read_config
-from qkv.models.describe.layer_fields import Nearest, find_nearest
+from qkv.models.describe.layer_fields import find_nearest
 from qkv.models.describe.layer_proof import SIZES, TOLERANCE, LayerProof
 from qkv.models.describe.located_layers import LocatedLayer, locate, unread_part
 from qkv.models.describe.model_run import run_model
+from qkv.models.describe.nearest_description import in_words, nearest_of
 from qkv.models.describe.rotary_angles import Unfit
 from qkv.models.describe.windows import Windows, leaves_of
 from qkv.version import __version__
@@ -133,6 +134,7 @@ class _Model:
         self._model = draw(config)
         self._layers, self._refused = locate(self._model, checkpoint)
         self._paths = [layer.path for layer in self._layers]
+        self._nearest: dict[tuple[object, ...], tuple[str, list[str]]] = {}
         self._received = {0: run_model(self._model, self._paths, _LENGTH)}
         self._tables = [b for b in self._model.buffers() if b.dim() == 1 and b.is_floating_point()]
         self._has_axes = any(getattr(part, _AXES, None) for part in self._model.modules())
@@ -145,7 +147,7 @@ class _Model:
             try:
                 kind = self._described(layer, windows)
             except Unfit as unfit:
-                self._refused[layer.place] = str(unfit)
+                self._refused[layer.place] = self._refusal(layer, unfit)
                 continue
             key = json.dumps([kind.fields, kind.length, sorted(kind.shapes.items())])
             found = kinds.setdefault(key, kind)
@@ -160,30 +162,40 @@ class _Model:
             Unfit: it has a part that no description holds.
         """
         module = self._model.get_submodule(layer.path)
-        layouts, problem = self._layouts(layer), Unfit("")
-        try:
-            run = self._run(layer, module, 0)
-        except Unfit as unfit:
-            unread = next(iter(layouts.values()))
-            parts = [unread_part(unread)] if unread else []
-            raise Unfit(" and ".join([*parts, str(unfit)])) from None
+        run = self._run(layer, module, 0)
         if run is None:
             raise Unfit("a module that was not called on random inputs")
-        for layout, unread in layouts.items():
+        problem = Unfit(unread_part([name for name, _ in module.named_parameters()]))
+        for layout, unread in self._layouts(layer).items():
             try:
                 fields, length, error = self._with_random_numbers(layer, layout, unread, run)
                 fields |= windows.of(layer.path)
                 with layer.own_numbers(module, self._checkpoint):
                     own = LayerProof(layer, layout, run).error(fields)
             except Unfit as unfit:
-                problem = unfit
+                has_both = unread and not unfit.nearest
+                problem = Unfit(f"{unread_part(unread)} and {unfit}") if has_both else unfit
                 continue
             if not own <= TOLERANCE:
-                raise Unfit(f"a part that makes the error {own:.1e} with its own numbers")
+                part = f"a part that makes the error {own:.1e} with its own numbers"
+                raise Unfit(part, in_words(fields, error))
             if not windows.is_crossed:
                 length = min(length, len(run.positions))
             return Kind(fields, length, layer.found.shapes, error=max(error, own))
         raise problem
+
+    def _refusal(self, layer: LocatedLayer, unfit: Unfit) -> str:
+        """Returns what a layer has that no description holds, and the nearest description."""
+        if unfit.nearest:
+            return f"{unfit} ({unfit.nearest})"
+        run = self._run(layer, self._model.get_submodule(layer.path), 0)
+        key = str(unfit), *layer.found.shapes.items()
+        # a search takes seconds: one for all layers of a kind
+        if key not in self._nearest or run is None or run.captured is not None:
+            heads = getattr(self._config.get_text_config(), "num_attention_heads", None)
+            self._nearest[key] = nearest_of(layer, run, heads)
+        nearest, missing = self._nearest[key]
+        return f"{' and '.join([str(unfit), *missing])} ({nearest})"
 
     def _run(self, layer: LocatedLayer, module: nn.Module, length: int) -> AttentionRun | None:
         """Returns a run of a layer; None: the model does not run so.
@@ -192,9 +204,6 @@ class _Model:
             layer: that runs.
             module: its module.
             length: whose positions double; 0: of the first run.
-
-        Raises:
-            Unfit: its attention call cannot be seen.
         """
         if length not in self._received:
             positions = doubling(length)
@@ -227,10 +236,7 @@ class _Model:
         """
         proof = LayerProof(layer, layout, run)
 
-        def nearest_with(turned: AttentionRun) -> Nearest:
-            return find_nearest(proof.layer, layer.names, run, turned, self._tables)
-
-        fields, missing = nearest_with(run)
+        fields, missing = find_nearest(proof.layer, run, run, self._tables)
         if unread:
             missing = [unread_part(unread), *missing]
         if fields["positions"] == "rotary" and self._has_axes:
@@ -238,19 +244,21 @@ class _Model:
         length = len(run.positions)
         for longer in [] if missing else self._lengths():
             with contextlib.suppress(Unfit):  # such as a temperature that begins at some position
-                if (turned := self._run(layer, run.module, longer)) is None:
-                    continue
-                far = nearest_with(turned)
-                if not far.missing and (error := proof.error(far.fields)) <= TOLERANCE:
-                    fields, length = far.fields, longer
+                turned = self._run(layer, run.module, longer)
+                if turned is None or len(turned.positions) != turned.x_BLM.shape[1]:
+                    continue  # the model does not take positions, such as a tower of images
+                far, unfit = find_nearest(proof.layer, run, turned, self._tables)
+                if not unfit and (error := proof.error(far)) <= TOLERANCE:
+                    fields, length = far, longer
                     break
         else:
             error = proof.error(fields)
         if missing or not error <= TOLERANCE:
             parts = " and ".join(missing) or "a part that only the output shows"
-            raise Unfit(f"{parts} (the nearest has the error {error:.1e}: {_short(fields)})")
+            raise Unfit(parts, in_words(fields, error))
         if not (of_sizes := proof.error(fields, SIZES)) <= TOLERANCE:
-            raise Unfit(f"a part that makes the error {of_sizes:.1e} with inputs of other sizes")
+            part = f"a part that makes the error {of_sizes:.1e} with inputs of other sizes"
+            raise Unfit(part, in_words(fields, error))
         return fields, length, max(error, of_sizes)
 
     def _lengths(self) -> list[int]:
@@ -278,8 +286,3 @@ def _toml_of(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{', '.join(map(_toml_of, value))}]"
     return json.dumps(value)
-
-
-def _short(fields: Mapping[str, Any]) -> str:
-    """Returns fields without long lists of numbers."""
-    return re.sub(r"\[(-?[\d.e-]+, ){6}[^]]*\]", "[...]", json.dumps(fields))

@@ -6,10 +6,9 @@ only a candidate: `layer_proof` compares it with the module.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,112 +19,42 @@ from qkv.attention.layers.layer_weights import SINKS
 from qkv.attention.layers.qk_norm import QKNorm, normalize
 from qkv.models.attention_call import AttentionCall
 from qkv.models.describe.attention_run import AttentionRun
+from qkv.models.describe.call_fields import SAME, describe_call, noting, rounded
 from qkv.models.describe.rotary_angles import Turning, Unfit, are_near, measure
-from qkv.models.masks import parts_of
 
 _EPS: Final = ("variance_epsilon", "eps", "epsilon")
-_SAME: Final = 1e-6  # relative: float32 of the model's tables
-_DIGITS: Final = 9
 _OFFSETS: Final = (0, 1)
 
 
-class Nearest(NamedTuple):
-    """The nearest description of a layer.
-
-    Attributes:
-        fields: of qkv.toml.
-        missing: parts of the layer that no field holds.
-    """
-
-    fields: dict[str, Any]
-    missing: list[str]
-
-
 def find_nearest(
-    layer: Layer,
-    names: Mapping[str, str],
-    run: AttentionRun,
-    turned: AttentionRun,
-    tables: Sequence[Tensor],
-) -> Nearest:
-    """Returns the nearest description of a layer.
+    layer: Layer, run: AttentionRun, turned: AttentionRun, tables: Sequence[Tensor]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields of the nearest description of a layer, and its parts that no field holds.
 
     Args:
         layer: with the numbers of the module, its heads, and no positions.
-        names: of its tensors inside the module.
         run: with tokens at positions 0, 1, 2, ...
         turned: the same one, or one whose positions double, for the rotary embedding.
         tables: numbers of the model that may be the exact frequencies.
     """
-    call = run.call
-    output = names[layer.name_of("output.weight")] if "output.weight" in layer.weights else ""
-    unlike = [what for name, what in run.unlike.items() if not output.startswith(f"{name}.")]
     missing: list[str] = []
-    fields: dict[str, Any] = {
-        "layout": layer.layout.name,
-        "heads": layer.heads.query,
-        "kv_heads": layer.heads.key,
-        "causal": bool(call.causal),
-        "positions": "none",
-    }
+    fields: dict[str, Any] = {"positions": "none"}
     factor = 1.0
-    with _noting(missing):
+    with noting(missing):
         _check_values(layer, run)
-    with _noting(missing):
-        fields |= _mask_fields(call)
-    with _noting(missing):
+    with noting(missing):
         norm, turnings = _turnings(layer, turned)
         fields |= _positions(turnings, layer.head_width, tables)
         if norm is not None:
             fields["qk_norm"] = {"eps": norm.eps, "offset": norm.offset}
         factor = turnings[0].rest * turnings[1].rest
-    if call.softcap is not None:
-        fields["softcap"] = float(call.softcap)
-    if call.sinks is not None and SINKS not in layer.weights:
+    if run.call.sinks is not None and SINKS not in layer.weights:
         missing.append("attention sinks that no layout reads")
-    scale = call.scale if abs(factor - 1) <= _SAME else _rounded(call.scale * factor)
-    if abs(scale * layer.head_width**0.5 - 1) > _SAME:
-        fields["scale"] = scale
-    return Nearest(fields, unlike[:1] or missing)  # nothing fits if the projections get others
-
-
-@contextlib.contextmanager
-def _noting(missing: list[str]) -> Iterator[None]:
-    """Adds a part that no field holds to a list, and goes on."""
-    try:
-        yield
-    except Unfit as unfit:
-        missing.append(str(unfit))
-
-
-def reach_of(call: AttentionCall) -> tuple[int | None, int | None]:
-    """Returns how many keys to the left and to the right a query sees; None: all.
-
-    Raises:
-        Unfit: causality and a window do not say what it sees.
-    """
-    parts = parts_of(call)
-    if len(parts) != 1 or not parts[0].is_whole(call):
-        raise Unfit("a mask that differs between the sequences of a batch")
-    (part,) = parts
-    if part.mask is not None:
-        is_bias = part.mask.dtype != torch.bool
-        raise Unfit(
-            "a bias of the scores, such as that of relative positions or of ALiBi"
-            if is_bias
-            else "a mask that causality and a window do not say, such as that of chunks"
-        )
-    left, right = part.window or (None, None)
-    return left, 0 if part.causal else right
-
-
-def _mask_fields(call: AttentionCall) -> dict[str, Any]:
-    left, right = reach_of(call)
-    if left is None and right in (None, 0):
-        return {"causal": right == 0}
-    if left is None or right is None:
-        raise Unfit(f"a window of one side: got {left} and {right}")
-    return {"causal": right == 0, "window": [left, right]}
+    of_call, in_call = describe_call(run.call, factor)
+    heads = {"heads": layer.heads.query, "kv_heads": layer.heads.key}
+    # nothing fits if the projections get others
+    missing = list(run.unlike.values())[:1] or [*missing, *in_call]
+    return {"layout": layer.layout.name, **of_call, **heads, **fields}, missing
 
 
 def _projected(layer: Layer, role: str, x_BNM: Tensor) -> Tensor:
@@ -223,14 +152,14 @@ def _positions(
     exact = next(same, of_query).double()
     rope: dict[str, Any] = {"order": query.order}
     if (base := _base_of(exact)) is None:
-        rope["frequencies"] = [_rounded(float(each)) for each in exact]
+        rope["frequencies"] = [rounded(float(each)) for each in exact]
     else:
         rope["base"] = base
         if query.dims != width:
             rope["dims"] = query.dims
     amplitude = (query.turned * key.turned / (query.rest * key.rest)) ** 0.5
-    if abs(amplitude - 1) > _SAME:
-        rope["amplitude"] = _rounded(amplitude)
+    if abs(amplitude - 1) > SAME:
+        rope["amplitude"] = rounded(amplitude)
     return {"positions": "rotary", "rope": rope}
 
 
@@ -242,15 +171,10 @@ def _base_of(frequencies_C: Tensor) -> float | None:
     base = float(f"{last ** (-C / (C - 1)):.6g}")
     powers_C = base ** -(torch.arange(C, dtype=torch.float64) / C)
     ratio_C = frequencies_C / powers_C
-    return base if bool(((ratio_C - 1).abs() <= _SAME).all()) and base >= 1.0001 else None
+    return base if bool(((ratio_C - 1).abs() <= SAME).all()) and base >= 1.0001 else None
 
 
 def _are_same(one_C: Tensor, other_C: Tensor) -> bool:
     """Returns True if measured frequencies are the same."""
     off_C = (one_C.double() - other_C).abs()
-    return bool((off_C <= 1e-8 + 2 * _SAME * other_C.abs()).all())
-
-
-def _rounded(number: float) -> float:
-    """Returns a number with as many digits as the measurement has."""
-    return float(f"{number:.{_DIGITS}g}")
+    return bool((off_C <= 1e-8 + 2 * SAME * other_C.abs()).all())

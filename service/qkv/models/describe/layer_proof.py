@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_options import LayerOptions
 from qkv.attention.layers.layer_reader import read_layer
+from qkv.attention.layers.layer_weights import Array
 from qkv.attention.layers.layout_catalogue import Layout
 from qkv.errors import QkvError
 from qkv.local import attend
 from qkv.models.describe.attention_run import AttentionRun
 from qkv.models.describe.located_layers import LocatedLayer
-from qkv.models.describe.rotary_angles import Unfit
+from qkv.models.describe.rotary_angles import Unfit, error_of
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
@@ -73,34 +75,17 @@ class LayerProof:
 
     def _error(self, fields: Mapping[str, Any], size: float) -> float:
         x_BLM, expected = self._run.x_BLM * size, self._run.output(size)
-        found = self._output(fields, x_BLM)
+        sent = {n: v for n, v in fields.items() if n not in (*_PARAMETERS, "positions")}
+        layer = {**sent, "prefix": self.layer.options.prefix}
+        found = attended(fields, {"x": x_BLM}, layer, self._tensors)
+        found = found.transpose(1, 2).flatten(2) if found.dim() == 4 else found
         if (behind := self._norm_behind()) is not None:
             with torch.no_grad():
                 found = behind(found + x_BLM)
         if expected is None or expected.numel() != found.numel():
             shape = None if expected is None else list(expected.shape)
             raise Unfit(f"an output of another shape: got {shape}, expected {list(found.shape)}")
-        expected = expected.reshape(found.shape)
-        return float((found - expected).abs().max() / expected.abs().max())
-
-    def _output(self, fields: Mapping[str, Any], x_BLM: Tensor) -> Tensor:
-        """Returns the output of qkv's own pass, as a request with these tensors gets it."""
-        sent = {n: v for n, v in fields.items() if n not in (*_PARAMETERS, "positions")}
-        message = Message(
-            {
-                "layer": {**sent, "prefix": self.layer.options.prefix},
-                "parameters": {n: fields[n] for n in _PARAMETERS if n in fields},
-                "outputs": ["output"],
-            },
-            {"x": RawTensor.from_numpy(x_BLM.numpy())},
-            {name: RawTensor.from_numpy(array) for name, array in self._tensors.items()},
-        )
-        try:
-            response = attend("softmax", message)
-        except QkvError as error:
-            raise Unfit(f"weights that qkv refuses: {error.detail}") from None
-        output = torch.from_numpy(np.array(response.tensors["output"].numpy()))
-        return output.transpose(1, 2).flatten(2) if output.dim() == 4 else output
+        return error_of(found, expected.reshape(found.shape))
 
     def _norm_behind(self) -> nn.Module | None:
         """Returns the norm of the sum of input and output that ends the module, if there is one."""
@@ -109,3 +94,34 @@ class LayerProof:
         output = self.layer.name_of("output.weight").removeprefix(self.layer.options.prefix or "")
         name = self.layer.layout.behind.get(output.removesuffix(".weight"))
         return None if name is None else dict(self._run.module.named_modules()).get(name)
+
+
+def attended(
+    fields: Mapping[str, Any],
+    inputs: Mapping[str, Tensor],
+    layer: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Array] = MappingProxyType({}),
+) -> Tensor:
+    """Returns the output of qkv's own pass, as a request with these tensors gets it.
+
+    Args:
+        fields: of qkv.toml, of which those of the variant are taken.
+        inputs: of the request.
+        layer: its fields; None: the request has no layer.
+        tensors: of the layer.
+
+    Raises:
+        Unfit: qkv refuses the request.
+    """
+    parameters = {name: fields[name] for name in _PARAMETERS if name in fields}
+    document = {"parameters": parameters, "outputs": ["output"]}
+    message = Message(
+        document if layer is None else {**document, "layer": layer},
+        {name: RawTensor.from_numpy(x.numpy()) for name, x in inputs.items()},
+        {name: RawTensor.from_numpy(array) for name, array in tensors.items()},
+    )
+    try:
+        response = attend("softmax", message)
+    except QkvError as error:
+        raise Unfit(f"weights that qkv refuses: {error.detail}") from None
+    return torch.from_numpy(np.array(response.tensors["output"].numpy()))

@@ -39,7 +39,7 @@ class LocatedLayer:
     """A layer of the files, and its module in the model.
 
     Attributes:
-        found: the layer.
+        found: the layer; in no layout, if no known one reads it.
         place: its name in requests.
         path: of its module.
         names: of the layer's tensors inside the module, by their names in the files.
@@ -111,31 +111,36 @@ def locate(
         inside = {name: in_model.get(name, "") for name in names}
         path, place = _parent(list(inside.values())), places[found.prefix]
         if any(new not in known or known[new].shape != names[n] for n, new in inside.items()):
-            missing[place] = "tensors of other names in transformers"
+            missing[place] = f"tensors of other names in transformers ({not_compared(found)})"
         elif path in layers:
-            missing[place] = f"the same module as {layers[path].place}"
+            missing[place] = f"the module of {layers[path].place} ({not_compared(found)})"
         else:
             relative = {name: new.removeprefix(f"{path}.") for name, new in inside.items()}
             layers[path] = LocatedLayer(found, place, path, relative, files)
-    missing |= _in_no_layout(model, layers)
+    layers |= {layer.path: layer for layer in _in_no_layout(model, layers, files)}
     if not layers and not missing:
         raise InvalidContent(f"{checkpoint.path} has no attention layer")
     return list(layers.values()), missing
 
 
-def _in_no_layout(model: nn.Module, paths: Collection[str]) -> dict[str, str]:
-    """Returns what is missing for the modules of attention whose tensors no layout reads."""
+def not_compared(found: FoundLayer) -> str:
+    """Returns the nearest description of a layer whose module does not run."""
+    layouts = " or ".join(found.layouts)
+    return f"the nearest is the layout {layouts}, not compared" if layouts else "none is near"
+
+
+def _in_no_layout(
+    model: nn.Module, paths: Collection[str], files: Mapping[str, str]
+) -> Iterator[LocatedLayer]:
+    """Yields the modules of attention whose tensors no layout reads."""
     known = [f"{path}." for path in paths]
-    missing: dict[str, str] = {}
     for path, module in model.named_modules():
         is_known = any(f"{path}.".startswith(each) or each.startswith(f"{path}.") for each in known)
         if is_known or "attention" not in type(module).__name__.lower():
             continue
-        names = [name for name, _ in module.named_parameters()]
-        if len(names) > 1:
+        if len(list(module.parameters())) > 1:
             known.append(f"{path}.")  # its parts are not named again
-            missing[path] = unread_part(names)
-    return missing
+            yield LocatedLayer(FoundLayer(f"{path}.", [], {}), path, path, {}, files)
 
 
 def unread_part(names: Sequence[str]) -> str:

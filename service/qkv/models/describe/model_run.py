@@ -19,6 +19,7 @@ _SEED: Final = 3
 _FEW: Final = 16  # tokens, for models that take fewer than others
 _WIDTH: Final = 64
 _FRAMES: Final = 64
+_PATCHES: Final = 4  # at a side of an image
 _OF_TOWERS: Final = ("pixel_values", "input_features", "input_values")
 
 
@@ -113,7 +114,10 @@ def draw_inputs(model: nn.Module, length: int, *, every: bool = False) -> dict[s
         needed |= {"input_ids", *_OF_TOWERS} & parameters.keys()
     if not needed & {*_MAKERS}:
         needed |= set(list(parameters)[:1])
-    return {name: make(config, length) for name, make in _MAKERS.items() if name in needed}
+    made = {name: make(config, length) for name, make in _MAKERS.items() if name in needed}
+    if "grid_thw" in made:  # in place of an image, the numbers of its patches
+        made[next(iter(parameters))] = _patches(config)
+    return made
 
 
 def _tokens(config: Any, length: int) -> Tensor:
@@ -137,6 +141,18 @@ def _pixels(config: Any, length: int) -> Tensor:
     return torch.randn(BATCH, getattr(vision, "num_channels", 3), *sides)
 
 
+def _videos(config: Any, length: int) -> Tensor:
+    images = _first(getattr(config, "vision_config", config), ("num_frames",), 4)
+    return torch.stack([_pixels(config, length) for _ in range(images)], 1)
+
+
+def _patches(config: Any) -> Tensor:
+    """Returns the numbers of the patches of an image, one row each."""
+    channels = _first(config, ("in_channels", "in_chans", "num_channels"), 3)
+    side, frames = (_first(config, (n,), 1) for n in ("patch_size", "temporal_patch_size"))
+    return torch.randn(_PATCHES**2, channels * frames * side**2)
+
+
 def _features(config: Any, length: int) -> Tensor:
     audio = getattr(config, "audio_config", config)
     names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_dim")
@@ -154,6 +170,8 @@ _MAKERS: Final[Mapping[str, Callable[[Any, int], Tensor]]] = {
     "hidden_states": _embeddings,
     "hidden_state": _embeddings,
     "pixel_values": _pixels,
+    "pixel_values_videos": _videos,
+    "grid_thw": lambda config, length: torch.tensor([[1, _PATCHES, _PATCHES]]),
     "input_features": _features,
     "input_values": lambda config, length: torch.randn(BATCH, 4000),
     "bbox": lambda config, length: torch.randint(0, 20, (BATCH, length, 4)).cumsum(-1),

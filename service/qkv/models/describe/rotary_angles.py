@@ -25,7 +25,12 @@ class Unfit(Exception):
 
     Args:
         part: the missing part, as a noun phrase.
+        nearest: the nearest description with its error; "": it is not known.
     """
+
+    def __init__(self, part: str, nearest: str = "") -> None:
+        super().__init__(part)
+        self.nearest = nearest
 
 
 class Turning(NamedTuple):
@@ -138,6 +143,11 @@ def _wrapped(angles: Tensor) -> Tensor:
     return torch.remainder(angles + math.pi, 2 * math.pi) - math.pi
 
 
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """Returns the largest error, relative to the largest number."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
 def are_near(one: Tensor, other: Tensor) -> bool:
     """Returns True if two tensors are equal but for the rounding inside a model."""
-    return bool((one - other).abs().max() <= TOLERANCE * other.abs().max())
+    return error_of(one, other) <= TOLERANCE
