@@ -92,7 +92,7 @@ def test_steps_share_no_code_with_attend(name: str) -> None:
     others, other_modules = reached(module, "attend", "weights", "backward")
     assert not functions & others
     assert not modules & other_modules
-    assert modules <= {"qkv.attention.common.score_steps"}
+    assert modules <= {"qkv.attention.common.score_steps", "qkv.attention.step"}
     assert "qkv.attention.common" not in inspect.getsource(score_steps)
     imports = re.findall(r"^from (qkv\.\S+)", inspect.getsource(score_steps), re.MULTILINE)
     assert {*imports} <= {"qkv.attention.step"}
