@@ -88,7 +88,7 @@ def table_of_served(outcomes: Sequence[Outcome]) -> Table:
     served = [o for o in outcomes if o.kind == "served"]
     names = sorted({_layouts(outcome) for outcome in served})
     rows: list[list[Cell]] = [
-        [name, ", ".join(_name(o) for o in served if _layouts(o) == name)] for name in names
+        [name, ", ".join(sorted(_name(o) for o in served if _layouts(o) == name))] for name in names
     ]
     return Table("served", ["layout", "model types"], rows, labels=2)
 
