@@ -353,50 +353,6 @@ def test_forms_have_the_rank_of_the_inputs(server: Server, form: Any) -> None:
             assert np.ndim(tensor) - len(lead) in (1, 2)
 
 
-INVALID: Final[list[tuple[Any, str, str]]] = [
-    ("half", "/weights", '"half"'),
-    (None, "/weights", "null"),
-    (3, "/weights", "top_k"),
-    (["stats"], "/weights", "top_k"),
-    ({}, "/weights", "{}"),
-    ({"best": 2}, "/weights", "top_k"),
-    ({"top_k": 2, "pool": 2}, "/weights", "top_k"),
-    ({"top_k": 0}, "/weights/top_k", "1 or more"),
-    ({"top_k": 4}, "/weights/top_k", "S=3"),
-    ({"top_k": 1.5}, "/weights/top_k", "1.5"),
-    ({"top_k": True}, "/weights/top_k", "true"),
-    ({"pool": -1}, "/weights/pool", "-1"),
-    ({"pool": "4"}, "/weights/pool", '"4"'),
-    ({"rows": 1}, "/weights/rows", "list"),
-    ({"rows": []}, "/weights/rows", "at least one"),
-    ({"rows": [0, -1]}, "/weights/rows/1", "-1"),
-    ({"rows": [0, 1, 3]}, "/weights/rows/2", "L=3"),
-    ({"rows": [0, "1"]}, "/weights/rows/1", '"1"'),
-]
-
-
-@pytest.mark.parametrize(("weights", "pointer", "words"), INVALID, ids=str)
-def test_invalid_form_is_rejected_by_name(
-    server: Server, weights: Any, pointer: str, words: str
-) -> None:
-    body = {"inputs": {n: a.tolist() for n, a in INPUTS.items()}, "weights": weights}
-    problem = assert_problem(server.http.post(PATH, json=body), 422, body)
-    assert problem["pointer"] == pointer
-    assert words in problem["detail"]
-    assert "\n" not in problem["detail"]
-
-
-def test_form_without_weights_is_rejected(server: Server) -> None:
-    inputs = {n: a.tolist() for n, a in INPUTS.items()}
-    body = {"inputs": inputs, "weights": {"top_k": 1}, "outputs": ["output"]}
-    problem = assert_problem(server.http.post(PATH, json=body), 422, body)
-    assert problem["pointer"] == "/weights"
-    body = {"inputs": {"x": [1.0, 2.0], "weight": [[1.0, 2.0]]}, "weights": {"rows": [0]}}
-    problem = assert_problem(server.http.post("/v1/attention/linear_layer", json=body), 422, body)
-    assert problem["pointer"] == "/weights/rows"
-    assert "(B, I)" in problem["detail"]
-
-
 def test_too_large_weights_name_the_smaller_forms(serve: Callable[..., Server]) -> None:
     server = serve(max_response_bytes=10_000)
     inputs = {n: np.ones((60, 2)).tolist() for n in INPUTS}
