@@ -257,6 +257,8 @@ def test_decompression_bomb_is_rejected(
         ("POST", "/v2/models/nope/infer", 404), ("GET", "/v2/models/softmax/versions/2", 404),
         ("POST", "/v2/models/softmax/versions/2/infer", 404), ("GET", "/v2/models/%00", 404),
         ("GET", "/v2/models/" + "x" * 3000, 404), ("POST", "/v2/repository/models/x/load", 404),
+        ("GET", "/v2/models/nope/stats", 404), ("GET", "/v2/models/softmax/versions/3/config", 404),
+        ("POST", "/v2/repository/models/x/unload", 404),
     ],
 )  # fmt: skip
 def test_unknown_paths_and_models_are_rejected(

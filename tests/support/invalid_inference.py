@@ -175,6 +175,7 @@ OF_VALUES: Final[Rows] = [  # which no schema covers
     ({"parameters": {"binary_data_output": "yes"}}, "parameters.binary_data_output"),
     ({"parameters": {"priority": -1}}, "parameters.priority"),
     ({"parameters": {"timeout": 1.5}}, "parameters.timeout"),
+    ({"parameters": {"timeout": -1}}, "parameters.timeout is invalid: got -1"),
     ({"parameters": {"timeout": 1 << 63}}, "parameters.timeout"),
     ({"parameters": {"causal": "yes"}}, "causal"),
     ({"parameters": {"window": "{1"}}, "expected JSON"),
