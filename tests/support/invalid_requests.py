@@ -177,7 +177,7 @@ RUNS: Final = (
     refused("run", "/parameters/scale", "1", True, [], {}, "NaN", "Infinity", 1.1e9, -1e300),
     refused("run", "/parameters/softcap", 0, -1, 1e10, "1", False, [], {}, "Infinity"),
     refused("run", "/parameters/window", 1, "1", [1, 2, 3], {}),
-    refused("run", "/parameters/window", [], [-1, 1], [1.5, 1], ["1", 1], [True, 1],
+    refused("run", "/parameters/window", [], [-1, 1], [2**63, 1], [1.5, 1], ["1", 1], [True, 1],
             blamed="/parameters/window/0"),
     refused("run", "/parameters/window", [1], [1, -1], blamed="/parameters/window/1"),
     refused("run", "/parameters/dropout", None, 1, 1.0, -0.1, "0", True, [], {}, 2),

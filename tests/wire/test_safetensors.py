@@ -204,7 +204,11 @@ CRAFTED = INVALID | STRICTER | {
     "qkv with a name twice": qkv('{"outputs": [], "outputs": []}'),
     "qkv nested": qkv('{"a": ' + nested(100_000).decode() + "}"),
     "qkv nested 33": qkv('{"a": ' + nested(34).decode() + "}"),
+    "qkv with -1e400 in a list": qkv('{"parameters": {"window": [-1e400, 1]}}'),
+    "qkv with an integer of 401 digits": qkv(f'{{"parameters": {{"scale": {10**400}}}}}'),
+    "qkv with a name of half a character": qkv('{"\\ud800": 1}'),
     "qkv with half a character": qkv('{"outputs": ["\\ud800"]}'),
+    "qkv with a null character in a name": qkv('{"parameters": {"a\\u0000b": 1}}'),
     "qkv with another encoding": qkv('{"encoding": "yaml"}'),
 } | {
     f"dtype {code}": of_tensors(a=entry(code, [8], [0, 8])) for code in ("F8_E5M2", "U8", "I8")
