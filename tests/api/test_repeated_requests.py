@@ -143,18 +143,6 @@ def test_variants_and_versions_have_their_own_outputs(server: Server) -> None:
             assert all(output(infer(server, arrays, path)) == expected for _ in range(2))
 
 
-def test_new_ids_and_headers_need_no_new_plans(serve: Callable[..., Server]) -> None:
-    server, arrays = serve(), random_inputs(0)
-    expected, plans = output_alone(arrays), server.runtime.job_runner._plans._plans
-    before = len(plans)
-    with raw_client(server) as caller:
-        for i in range(40):
-            body, length = encode_body(arrays, id=f"{i:04}")
-            caller.send(encode_request(body, length, PATH, f"Accept: a/{i}"))
-            assert caller.read_response()[2] == expected
-    assert len(plans) == before + 1
-
-
 # ---------------------------------------------------------------- the native API
 
 
