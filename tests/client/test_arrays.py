@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from qkv import Client
-from support.clients import ROLES, as_numpy, ask, encoded, numbers, torches
+from qkv import Client, Run
+from support.clients import (
+    ROLES,
+    as_numpy,
+    ask,
+    encoded,
+    in_asyncio,
+    numbers,
+    same_run,
+    torches,
+)
 from support.clients import client as client
 from support.known_requests import FLOATING, Array, Case, random_case
+from support.service import Server
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
@@ -44,17 +54,27 @@ def test_torch_inputs_give_torch_outputs(client: Client, dtype: str) -> None:
     run.output.zero_()
 
 
-@pytest.mark.parametrize("kind", range(30))
-def test_softmax_takes_numpy_and_torch_of_every_kind(client: Client, kind: int) -> None:
+@pytest.mark.parametrize("kind", range(20))
+def test_both_clients_take_numpy_and_torch_of_every_kind(
+    client: Client, server: Server, kind: int
+) -> None:
     case = random_case(20_000 + kind, 0)
     if "window" in case.parameters:  # a tuple is equivalent to a list
         case.parameters["window"] = tuple(case.parameters["window"])
     run = ask(client, case)
     case.check(encoded(run.outputs))
-    tensors = torches(case.inputs) | case.parameters
-    again = client.attend("softmax", outputs=list(case.outputs), **tensors)
-    for name, array in run.outputs.items():
-        assert as_numpy(again.outputs[name]).tobytes() == array.tobytes()
+    of_numpy: dict[str, Any] = {"outputs": list(case.outputs)} | case.inputs | case.parameters
+    of_torch = of_numpy | torches(case.inputs)
+    same = in_asyncio(server.url, lambda c: c.attend("softmax", **of_numpy))
+    assert type(same) is Run
+    assert same_run(same, run)
+    of_both_clients = (
+        client.attend("softmax", **of_torch),
+        in_asyncio(server.url, lambda c: c.attend("softmax", **of_torch)),
+    )
+    for again in of_both_clients:
+        for name, array in run.outputs.items():
+            assert as_numpy(again.outputs[name]).tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize("dtype", FLOATING)

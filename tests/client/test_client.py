@@ -1,4 +1,4 @@
-"""Tests of the client: outputs, layers, conversions, catalogue, threads, environment, closing."""
+"""Tests of the client: outputs, layers, conversions, catalogue, threads, environment."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import qkv
-from qkv import Client
-from support.clients import ROLES, Attention, ask, numbers
+from qkv import Client, Converted
+from support.clients import ROLES, Attention, ask, in_asyncio, numbers
 from support.clients import client as client
 from support.known_requests import random_case
 from support.processes import TIMEOUT_S
@@ -58,13 +58,18 @@ def test_state_dict_of_a_module_is_a_layer(client: Client, bias: bool, dtype: to
     assert heads.weights.shape == (2, 2, 4, 4)
 
 
-def test_converted_weights_convert_back_exactly(client: Client) -> None:
+def test_converted_weights_convert_back_exactly(client: Client, server: Server) -> None:
     state = {n: t.detach() for n, t in Attention(False).state_dict().items()}
     there = client.convert(state, source="v2", target="v1")
     assert all(type(t) is torch.Tensor for t in there.tensors.values())
     for role in ROLES:
         assert torch.equal(there.tensors[f"W_{role}"], state[f"W_{role}.weight"].T)
     assert there.check["largest_absolute_difference"] < 1e-12
+    same = in_asyncio(server.url, lambda c: c.convert(state, source="v2", target="v1"))
+    assert type(same) is type(there) is Converted
+    assert same.check == there.check
+    assert same.tensors.keys() == there.tensors.keys()
+    assert all(torch.equal(same.tensors[n], t) for n, t in there.tensors.items())
     back = client.convert(there.tensors, source="v1", target="v2", heads=3)
     assert back.tensors.keys() == state.keys()
     assert all(torch.equal(back.tensors[n], t) for n, t in state.items())
@@ -80,8 +85,10 @@ def test_converted_weights_convert_back_exactly(client: Client) -> None:
     assert {t.dtype for t in halves.tensors.values()} == {torch.bfloat16}
 
 
-def test_catalogue_describes_softmax(client: Client) -> None:
-    (entry,) = (v for v in client.variants() if v["variant"] == "softmax")
+def test_catalogue_describes_softmax(client: Client, server: Server) -> None:
+    variants = client.variants()
+    assert in_asyncio(server.url, lambda c: c.variants()) == variants
+    (entry,) = (v for v in variants if v["variant"] == "softmax")
     required, optional = {"query", "key", "value"}, {"mask", "key_lengths", "alibi_slopes", "sinks"}
     assert entry["inputs"].keys() == required | optional
     assert entry["outputs"].keys() == {"output", "weights", "scores"}
@@ -104,16 +111,6 @@ def test_threads_share_a_client(client: Client) -> None:
                 assert list(one.outputs) == list(other.outputs)
                 for name, array in one.outputs.items():
                     assert array.tobytes() == other.outputs[name].tobytes()
-
-
-def test_closed_client_sends_nothing(server: Server) -> None:
-    with Client(server.url) as client:
-        assert client.variants()
-    with pytest.raises(RuntimeError, match="closed"):
-        client.variants()
-    other = Client(server.url)
-    other.close()
-    other.close()
 
 
 def test_public_names_exist_and_are_sorted() -> None:

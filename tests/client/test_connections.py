@@ -15,18 +15,13 @@ import pytest
 from qkv import AsyncClient, Client, ServiceUnreachable, errors
 from qkv.client.connections import _MAX_TEMPLATES, RequestTemplates
 from qkv.client.request_builders import RequestSpec, build_attend
-from support.clients import in_asyncio, numbers
+from support.clients import in_asyncio, numbers, send_sync
 from support.processes import TIMEOUT_S
 from support.scripted_server import drop_connection, json_reply, problem_reply, scripted_server
 from support.service import Server
 
 PATH: Final = "/v1/attention/softmax"
 Send = Callable[..., Any]
-
-
-def send_sync(url: str, call: Callable[[Any], Any], **options: Any) -> Any:
-    with Client(url, **options) as client:
-        return call(client)
 
 
 both = pytest.mark.parametrize("send", [send_sync, in_asyncio])
@@ -59,19 +54,20 @@ def test_given_transport_is_used(server: Server) -> None:
 
 
 def test_closed_client_raises(server: Server) -> None:
-    client = Client(server.url)
-    attend(client)
-    client.close()
+    with Client(server.url) as client:
+        attend(client)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="closed"):
             attend(client)
+        client.close()
 
     async def test() -> None:
-        client = AsyncClient(server.url)
-        await attend(client)
-        await client.close()
-        with pytest.raises(RuntimeError, match="closed"):
+        async with AsyncClient(server.url) as client:
             await attend(client)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="closed"):
+                await attend(client)
+            await client.close()
 
     asyncio.run(test())
 
