@@ -1,4 +1,7 @@
-"""Tests that the oracle names planted bugs, alone and in pairs."""
+"""The oracle names bugs in pairs, in any block and dtype, and accuses no function without reason.
+
+The bugs of one kernel, each alone, are in `test_planted_bugs`.
+"""
 
 from __future__ import annotations
 
@@ -13,47 +16,6 @@ from qkv.testing import verify
 from support.flash_kernel import Attention, flash_kernel
 
 FAST: dict[str, Any] = {"dtype": "float32", "gradients": False}
-BUGS: list[tuple[str, str, dict[str, Any]]] = [
-    ("scale-missing", "scale-missing", {}),
-    ("scale-missing", "scale-missing", {"causal": True}),
-    ("scale-1/D", "scale-wrong", {}),
-    ("scale-sqrt(D)", "scale-wrong", {}),
-    ("scale-1/sqrt(E)", "scale-wrong", {"sizes": {"E": 8}}),
-    ("scale-ignored", "scale-wrong", {"scale": 0.4}),
-    ("causal-top-left", "causal-top-left", {"causal": True, "query_offset": "end"}),
-    ("causal-bottom-right", "causal-bottom-right", {"causal": True}),
-    ("causal-one-more", "causal-off-by-one", {"causal": True}),
-    ("causal-one-fewer", "causal-off-by-one", {"causal": True}),
-    ("causal-missing", "causal-missing", {"causal": True}),
-    ("mask-inverted", "mask-inverted", {}),
-    ("mask-inverted", "mask-inverted", {"causal": True}),
-    ("mask-ignored", "mask-ignored", {}),
-    ("padding-attended", "padding-attended", {}),
-    ("window-left-wider", "window-off-by-one", {"window": (3, 0)}),
-    ("window-<", "window-off-by-one", {"window": (4, 4), "skip": ["more queries"]}),
-    ("window-right-wider", "window-off-by-one", {"window": (None, 2)}),
-    ("gqa-tiled", "gqa-tiled", {}),
-    ("gqa-tiled", "gqa-tiled", {"softcap": 5.0}),
-    ("softcap-after-mask", "softcap-after-mask", {"softcap": 5.0, "causal": True}),
-    ("softcap-missing", "softcap-missing", {"softcap": 5.0}),
-    ("normalizer-missing", "normalizer-missing", {}),
-    ("max-not-subtracted", "max-not-subtracted", {}),
-    ("nan-from-masked-row", "nan-from-masked-row", {"strict": True}),
-    ("output-not-rescaled", "online-not-rescaled", {}),
-    ("sum-not-rescaled", "online-not-rescaled", {"causal": True}),
-    ("value-transposed", "value-transposed", {}),
-    ("heads-swapped", "heads-swapped", {}),
-]
-
-
-@pytest.mark.parametrize(("planted", "name", "options"), BUGS)
-def test_planted_bug_is_named_first(planted: str, name: str, options: dict[str, Any]) -> None:
-    report = verify(flash_kernel(planted), "softmax", **FAST, **options)
-    assert not report.passed
-    assert report.diagnosis
-    assert report.diagnosis[0] == name, report
-
-
 PAIRS: list[tuple[tuple[str, str], str, dict[str, Any]]] = [
     (("scale-missing", "causal-top-left"), "scale-missing+causal-top-left",
      {"causal": True, "query_offset": "end"}),
@@ -199,22 +161,6 @@ def test_narrow_sums_of_float32_inputs_are_named(sums: torch.dtype) -> None:
     assert list(report.diagnosis) == ["low-precision-accumulation"], report
 
 
-@pytest.mark.parametrize(
-    ("planted", "dtype", "options"),
-    [
-        ("weights-bfloat16", "float32", {}),
-        ("products-tf32", "float32", {}),
-        ("max-starts-at-0", "float16", {"causal": True}),
-    ],
-)
-def test_other_losses_of_digits_are_not_named_narrow_sums(
-    planted: str, dtype: str, options: dict[str, Any]
-) -> None:
-    report = verify(flash_kernel(planted), "softmax", dtype=dtype, gradients=False, **options)
-    assert not report.passed
-    assert not report.diagnosis, report
-
-
 def test_gradients_are_not_explained_by_bugs_that_change_nothing() -> None:
     def attend(query: Tensor, key: Tensor, value: Tensor, *, softcap: float) -> Tensor:
         scores = query @ key.mT * query.shape[-1] ** -0.5  # rounded after each step
@@ -338,7 +284,7 @@ def test_sums_in_the_dtype_of_any_inputs_are_named(block: int) -> None:
     assert list(report.diagnosis) == ["low-precision-accumulation"], report
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_bug_is_named_in_every_dtype(dtype: str) -> None:
     for planted in ("scale-missing", "gqa-tiled", "mask-inverted"):
         report = verify(flash_kernel(planted), "softmax", dtype=dtype, gradients=False)
