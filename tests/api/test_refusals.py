@@ -174,9 +174,7 @@ def test_client_disconnect_frees_the_queue(server: Server) -> None:
     assert post(server, EXAMPLE).is_success
 
 
-@pytest.mark.parametrize(
-    "shape", [[2**60], [2**30, 2**30], [2**20] * 3, [2**62] * 8, [2**62, 4, 0], [0, 2**60]], ids=str
-)
+@pytest.mark.parametrize("shape", [[2**60], [0, 2**60]], ids=str)
 def test_declared_shapes_allocate_nothing(server: Server, shape: list[int]) -> None:
     """A tensor that declares 2**60 elements is rejected without allocating them."""
     huge = {"dtype": "float32", "shape": shape, "data": ""}
