@@ -1,4 +1,4 @@
-"""Sigmoid attention against the paper's formula, its reference and autograd, and at extremes."""
+"""Sigmoid attention by example, at extremes, and its gradients against autograd."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from torch import Tensor
 
 from qkv.attention.variants import sigmoid
 from support.agreement import assert_agrees
-from support.dtypes import DTYPES, exact_dtype
+from support.dtypes import DTYPES
 from support.each import each
-from support.references import reference_of
-from support.service import Server
 
 ALL: Final = frozenset({"output", "weights", "scores"})
 EPS: Final = torch.finfo(torch.float64).eps
-PATH: Final = "/v1/attention/sigmoid"
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -45,27 +42,6 @@ def test_example_by_hand() -> None:
     found = attend(query, key, value)
     torch.testing.assert_close(found.weights.flatten().tolist(), [1 / 3, 3 / 5])
     assert found.output.item() == pytest.approx(7.0)
-
-
-def test_is_the_formula_of_the_paper() -> None:
-    q, k, v = (normal(2, 3, 9, 8, seed=seed) for seed in range(3))
-    plain = torch.sigmoid(q @ k.mT / math.sqrt(8) - math.log(9)) @ v
-    torch.testing.assert_close(attend(q, k, v).output, plain, rtol=64 * EPS, atol=64 * EPS)
-
-
-@each("dtype", DTYPES)
-@each("bias", [None, -1.0])
-def test_padding_changes_nothing(dtype: torch.dtype, bias: float | None) -> None:
-    """The default bias counts the valid keys only."""
-    query, key, value = inputs(dtype)
-    padded = [torch.cat([x, torch.full_like(x[:, :, :4], torch.nan)], 2) for x in (key, value)]
-    found = attend(query, *padded, key_lengths_B=torch.tensor([7, 7]), bias=bias)
-    truth = attend(query, key, value, bias=bias)
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(found.output, truth.output, rtol=8 * eps, atol=8 * eps)
-    eps = torch.finfo(exact_dtype(dtype)).eps
-    torch.testing.assert_close(found.weights[..., :7], truth.weights, rtol=8 * eps, atol=0)
-    assert not found.weights[..., 7:].any()
 
 
 def test_masks_do_not_change_the_bias() -> None:
@@ -149,36 +125,3 @@ def test_gradients_of_saturated_weights_keep_their_digits() -> None:
     slope = 1 / (2 + math.exp(20.0) + math.exp(-20.0))
     for name in ("query", "key"):
         assert found[name].item() == pytest.approx(slope, rel=1e-5)
-
-
-def test_request_over_http(server: Server) -> None:
-    query, key, value = (x.float() for x in inputs())
-    body: dict[str, Any] = {
-        "inputs": {"query": query.tolist(), "key": key.tolist(), "value": value.tolist()},
-        "outputs": ["output", "weights", "scores"],
-        "parameters": {"causal": True, "bias": -1.5},
-    }
-    response = server.http.post(PATH, json=body).json()
-    assert response["weights_are"] == "unnormalised"
-    truth = reference_of(sigmoid.Call(query, key, value, causal=True, bias=-1.5))
-    for name in ("output", "weights"):
-        found = torch.tensor(response["outputs"][name], dtype=torch.float64)
-        torch.testing.assert_close(found, getattr(truth, name), rtol=1e-5, atol=1e-5)
-
-
-def test_layer_over_http(server: Server) -> None:
-    x, weights = normal(2, 5, 4, seed=1), [normal(4, 6, seed=seed) for seed in (2, 3, 4)]
-    tensors = {
-        f"W_{n}": w.tolist() for n, w in zip(("query", "key", "value"), weights, strict=True)
-    }
-    body = {
-        "inputs": {"x": x.tolist()}, "dtype": "float64", "outputs": ["output"],
-        "layer": {"layout": "v1", "heads": 2, "tensors": tensors},
-    }  # fmt: skip
-    response = server.http.post(PATH, json=body)
-    assert response.status_code == 200, response.text
-    query, key, value = ((x @ w).unflatten(-1, (2, 3)).transpose(1, 2) for w in weights)
-    truth = reference_of(sigmoid.Call(query, key, value)).output
-    assert truth is not None
-    found = torch.tensor(response.json()["outputs"]["output"], dtype=torch.float64)
-    torch.testing.assert_close(found, truth.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)

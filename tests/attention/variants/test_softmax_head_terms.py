@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-import pytest
 import torch
 
 from qkv.attention.variants import softmax
-from support.agreement import assert_agrees
 from support.checked_softmax import ALL, OUTPUT, attend, weights
 from support.dtypes import DTYPES, exact_dtype
 from support.each import each
@@ -23,10 +21,6 @@ FAMILIES: Final[tuple[dict[str, Any], ...]] = (
     {"causal": True, "query_offset": "end"},
     {"causal": True, "query_offset": "end", "window": (3, None)},
     {"window": (2, 1), "query_offset": 2},
-    {"softcap": 1.5},
-    {"scale": -0.7},
-    {"scale": 0.0, "causal": True},
-    {"dropout": 0.4, "seed": 2**40, "causal": True},
 )
 
 
@@ -34,24 +28,6 @@ def inputs_of(dtype: torch.dtype, H: int = 4, G: int = 2, L: int = 6, S: int = 9
     """Returns normal queries, keys and values of two items."""
     query = torch.randn(2, H, L, 5).to(dtype)
     return [query, torch.randn(2, G, S, 5).to(dtype), torch.randn(2, G, S, 3).to(dtype)]
-
-
-@pytest.mark.slow
-@each("dtype", DTYPES)
-@each("parameters", FAMILIES)
-@each("names", [("alibi_slopes_H",), ("sinks_H",), ("alibi_slopes_H", "sinks_H")])
-def test_every_family(dtype: torch.dtype, parameters: dict[str, Any], names: Any) -> None:
-    """Each family runs with lengths, and with masks of either kind."""
-    terms = {n: torch.randn(4, dtype=torch.float64).to(dtype) for n in names}
-    allowed = torch.rand(1, 4, 6, 9) > 0.3
-    allowed[:, :, 2] = False
-    added = torch.randn(1, 4, 6, 9).masked_fill(~allowed, -math.inf)
-    for mask in (None, allowed, added):
-        for lengths in (None, torch.tensor([9, 4])):
-            query, key, value = inputs_of(dtype)
-            if lengths is not None:
-                key[1, :, 4:] = value[1, :, 4:] = math.nan
-            assert_agrees("softmax", query, key, value, mask, lengths, **terms, **parameters)
 
 
 def test_slopes_by_example() -> None:
@@ -84,7 +60,7 @@ def test_sinks_by_example() -> None:
 
 
 @each("dtype", DTYPES)
-@each("parameters", FAMILIES[:5])
+@each("parameters", FAMILIES)
 def test_sink_is_a_key_without_a_value(dtype: torch.dtype, parameters: dict[str, Any]) -> None:
     """A key before the others, of zeros and with a value of zeros, whose score the mask adds."""
     query, key, value = inputs_of(dtype)
@@ -155,7 +131,7 @@ def test_positions_far_from_all_keys(dtype: torch.dtype, offset: int) -> None:
 
 @each("dtype", DTYPES)
 @each("L", [6, 70])  # with 70 queries torch's kernel runs if it can
-@each("parameters", FAMILIES[::4])
+@each("parameters", [{}, FAMILIES[4], {"dropout": 0.4, "seed": 2**40, "causal": True}])
 def test_infinite_sinks_leave_all_or_nothing(
     dtype: torch.dtype, L: int, parameters: dict[str, Any]
 ) -> None:
@@ -199,21 +175,3 @@ def test_infinite_sinks_leave_all_or_nothing(
         assert_within(steps["output"], truth.output, 1e-12)
         assert not any(x.isnan().any() for x in steps.values())
         assert torch.equal(steps["row_sums"][:, 0], torch.ones(2, L).double())
-
-
-@each("dtype", DTYPES)
-def test_zero_slopes_and_absent_sinks_change_nothing(dtype: torch.dtype) -> None:
-    """A slope of 0 adds 0; a sink of -inf is no sink."""
-    query, key, value = inputs_of(dtype)
-    none = {"alibi_slopes_H": torch.zeros(4), "sinks_H": torch.full((4,), -math.inf)}
-    hidden = torch.ones(2, 1, 6, 9, dtype=torch.bool)
-    hidden[:, :, 2] = False
-    truth = reference_of(softmax.Call(query, key, value, hidden))
-    bound = bounds(query, key, value, hidden, {}, truth)
-    for name, term in none.items():
-        for outputs in (OUTPUT, ALL):
-            found = attend(query, key, value, hidden, **{name: term}, outputs=outputs)
-            assert_within(found.output, truth.output, bound.output)
-            assert found.weights is None or truth.weights is not None
-            if found.weights is not None:
-                assert_within(found.weights, truth.weights, bound.weights)
