@@ -127,7 +127,7 @@ def test_client_disconnect_is_counted(serve: Callable[..., Server]) -> None:
 def test_other_requests_run_before_the_sweep(
     server: Server, submitted_jobs: list[tuple[Job, int]]
 ) -> None:
-    """All other queued requests run first; a sweep queues one job at a time."""
+    """All other queued requests have a higher priority; a sweep queues one job at a time."""
     value = np.ones((600, 64)).tolist()  # too large to run inline
     connection = open_sweep(server, variants=["linear"], lengths=list(range(64, 128)), repeats=100)
     try:
@@ -135,7 +135,7 @@ def test_other_requests_run_before_the_sweep(
         results: list[int] = []
         with server.hold():
             wait_until(lambda: server.queued_count == 1)
-            sweeping = submitted_jobs[-1][0]
+            _, lowest = submitted_jobs[-1]  # of the sweep; 1 is the highest
             threads = [
                 threading.Thread(
                     target=lambda: results.append(
@@ -154,7 +154,7 @@ def test_other_requests_run_before_the_sweep(
             for thread in threads:
                 thread.start()
             wait_until(lambda: server.queued_count == 5)
-            assert server.engine._queue.find_next() is not sweeping
+            assert all(priority < lowest for _, priority in submitted_jobs[-4:])
         for thread in threads:
             thread.join()
         assert results == [200] * 4

@@ -134,6 +134,7 @@ def test_silent_event_loop_and_stuck_device_are_distinguished(
     monkeypatch: pytest.MonkeyPatch, loop_s: float, device_s: float, stuck: list[int]
 ) -> None:
     now = [100.0]
+    # private: with the real clock, the test would wait, and fail on a busy machine
     monkeypatch.setattr("qkv.telemetry.worker_state._now", lambda: now[0])
     shared_state = SharedState(3, loop_s, device_s)
     workers = [shared_state.worker(index) for index in range(3)]

@@ -13,7 +13,6 @@ import safetensors.numpy
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qkv.api.request_body import _new_aligned_buffer
 from qkv.errors import MalformedRequest, QkvError
 from qkv.tensors import RawTensor
 from qkv.wire import json
@@ -132,7 +131,9 @@ def test_tensors_are_views_of_the_body(tensors: dict[str, Array], aligned: bool)
     written = file_of(Message({}, raws(tensors)))
     body: bytes | memoryview = written
     if aligned:
-        body = _new_aligned_buffer(len(written), aligned_offset(written[:8]))
+        memory = np.empty(len(written) + 64, np.uint8)
+        first = -(memory.ctypes.data + aligned_offset(written[:8])) % 64
+        body = memory.data[first : first + len(written)]
         body[:] = written
     whole = np.frombuffer(body, np.uint8)
     read = [raw.numpy() for raw in decode(body, "inputs").tensors.values()]

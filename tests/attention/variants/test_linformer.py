@@ -32,10 +32,12 @@ def test_shorter_sequence_takes_the_first_columns(dtype: torch.dtype) -> None:
     by_hand = attend_checked(query, key, value, E[:, :20].contiguous(), F[:, :20].contiguous())
     for name in ALL:
         assert torch.equal(getattr(longer, name), getattr(by_hand, name))
-    assert torch.equal(
-        linformer._random_projection(1, 5, 3, torch.zeros(1, 1, 64, 1))[:, :20],
-        linformer._random_projection(1, 5, 3, torch.zeros(1, 1, 20, 1)),
+    drawn = attend_checked(query, key, value, rank=5, seed=3)
+    longer = attend_checked(
+        query, key, value, *(random_projection(i, 5, 64, 3).to(dtype) for i in (0, 1))
     )
+    for name in ALL:
+        assert torch.equal(getattr(drawn, name), getattr(longer, name))
 
 
 @each("dtype", DTYPES)
@@ -60,7 +62,7 @@ def test_random_projection_has_variance_1_over_rank(rank: int) -> None:
     """Mean and variance within five standard deviations; E, F and other seeds uncorrelated."""
     n = rank * 2000
     parts = [
-        linformer._random_projection(stream, rank, seed, torch.zeros(1, 1, 2000, 1).double())
+        random_projection(stream, rank, 2000, seed)
         for stream, seed in ((0, 0), (1, 0), (0, 1), (0, 2**63))
     ]
     for part in parts:

@@ -42,6 +42,7 @@ def tensors_of(layout: Any, H: int, G: int, D: int) -> dict[str, Any]:
 def test_weights_are_those_of_the_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block: int
 ) -> None:
+    # private: a block only bounds the memory, and layers of several real ones take seconds
     monkeypatch.setattr(weight_reader, "_BLOCK", block)
     layout = layout_catalogue.known()[name]
     for H, G, D in ((4, 4, 3), (4, 2, 3), (4, 1, 3), (4, 2, 1), (4, 4, 1)):
