@@ -25,8 +25,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "suffix"),
+    [*((command, ".pt") for command in COMMANDS)]
+    + [("layers", suffix) for suffix in (".pth", ".bin", ".ckpt")],
+)
 def test_every_command_refuses_a_pickle(tmp_path: Path, command: str, suffix: str) -> None:
     path = tmp_path / f"model{suffix}"
     torch.save({"x": torch.ones(2)}, path)
