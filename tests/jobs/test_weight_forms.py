@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire import json, safetensors
 from qkv.wire.message import Message
-from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json, assert_problem
+from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json
 from support.peak_memory import needs_proc, peaks
 from support.seen_weights import largest_weights
 from support.sent_jobs import send
@@ -351,19 +351,6 @@ def test_forms_have_the_rank_of_the_inputs(server: Server, form: Any) -> None:
         for tensor in response.json()["outputs"].values():
             assert np.shape(tensor)[: len(lead)] == lead
             assert np.ndim(tensor) - len(lead) in (1, 2)
-
-
-def test_too_large_weights_name_the_smaller_forms(serve: Callable[..., Server]) -> None:
-    server = serve(max_response_bytes=10_000)
-    inputs = {n: np.ones((60, 2)).tolist() for n in INPUTS}
-    problem = assert_problem(server.http.post(PATH, json={"inputs": inputs}), 413)
-    for name in ("stats", "rows", "top_k", "pool", "none"):
-        assert f'"{name}"' in problem["detail"]
-    for form in SUMMARIES:
-        response = server.http.post(PATH, json={"inputs": inputs, "weights": form})
-        assert response.status_code == 200, response.text
-    body = {"inputs": inputs, "weights": {"top_k": 60}}
-    assert_problem(server.http.post(PATH, json=body), 413)
 
 
 def test_equal_forms_batch_and_other_processes_decode_them() -> None:
