@@ -8,7 +8,6 @@ import pytest
 
 from qkv.api.endpoints.layers import MAX_BODY_BYTES
 from qkv.jobs.layers import MAX_LIST_BYTES
-from qkv.wire import json
 from support.known_requests import assert_problem
 from support.service import Server
 
@@ -143,11 +142,3 @@ def test_fused_matrix_without_rows_for_keys_is_no_layer(server: Server, rows: in
     shapes = {"a.query_key_value.weight": [rows, 8], "a.dense.weight": [8, 8]}
     response = server.http.post(PATH, json={"shapes": shapes})
     assert response.json()["layers"] == []
-
-
-@pytest.mark.parametrize("body", ['{"shapes": {"a": [1], "a": [2]}}', '{"shapes": 1, "shapes": 2}'])
-def test_repeated_name_is_rejected(server: Server, body: str) -> None:
-    headers = {"Content-Type": json.MEDIA_TYPE}
-    problem = assert_problem(server.http.post(PATH, content=body, headers=headers), 422)
-    assert problem["detail"].endswith("is repeated")
-    assert problem["pointer"] == "/shapes"
