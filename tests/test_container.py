@@ -17,7 +17,7 @@ import httpx
 import pytest
 from ruamel.yaml import YAML
 
-from qkv.server.supervisor import _BACKLOG_TIMEOUT_S
+from qkv.server.supervisor import BACKLOG_TIMEOUT_S
 from qkv.server.worker import DRAIN_ACCEPT_S, DRAIN_IDLE_S
 from qkv.settings import Settings
 from support.paths import ROOT
@@ -161,7 +161,7 @@ def test_stop_grace_period_is_longer_than_a_graceful_shutdown(name: str) -> None
     assert (
         int(grace[:-1])
         > DRAIN_ACCEPT_S
-        + _BACKLOG_TIMEOUT_S
+        + BACKLOG_TIMEOUT_S
         + DRAIN_IDLE_S
         + Settings.model_fields["drain_s"].default
     )

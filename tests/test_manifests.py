@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 from jsonschema import ValidationError
 
-from qkv.server.supervisor import _BACKLOG_TIMEOUT_S, _EXIT_TIMEOUT_S
+from qkv.server.supervisor import BACKLOG_TIMEOUT_S, EXIT_TIMEOUT_S
 from qkv.server.worker import DRAIN_ACCEPT_S, DRAIN_IDLE_S
 from qkv.settings import Settings
 from support.kubernetes_schemas import VERSIONS, check_type, through_sdk
@@ -220,10 +220,10 @@ def test_grace_period_covers_the_sleep_and_the_longest_drain(overlay: str) -> No
     sleep = container(overlay)["lifecycle"]["preStop"]["sleep"]["seconds"]
     longest = (
         DRAIN_ACCEPT_S
-        + _BACKLOG_TIMEOUT_S
+        + BACKLOG_TIMEOUT_S
         + DRAIN_IDLE_S
         + setting(overlay, "drain_s")
-        + _EXIT_TIMEOUT_S
+        + EXIT_TIMEOUT_S
     )
     assert pod(overlay)["terminationGracePeriodSeconds"] > sleep + longest
     probe = container(overlay)["readinessProbe"]

@@ -49,8 +49,8 @@ _POLL_INTERVAL_S: Final = 0.05
 # Consecutive polls with every worker stuck before the supervisor responds with 503: after the whole
 # service was suspended, all heartbeats are late for a moment.
 _STUCK_POLLS: Final = 20
-_BACKLOG_TIMEOUT_S: Final = 2.0  # for workers to accept the connections in the backlog
-_EXIT_TIMEOUT_S: Final = 10.0  # for workers to exit after the drain period
+BACKLOG_TIMEOUT_S: Final = 2.0  # for workers to accept the connections in the backlog
+EXIT_TIMEOUT_S: Final = 10.0  # for workers to exit after the drain period
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -289,14 +289,14 @@ class Supervisor:
         self._state.drain()
         time.sleep(DRAIN_ACCEPT_S)
         listener.stop_accepting(self._listening)
-        deadline = time.monotonic() + _BACKLOG_TIMEOUT_S
+        deadline = time.monotonic() + BACKLOG_TIMEOUT_S
         self._wait_while(
             lambda: bool(self._indices) and listener.has_pending(self._listening), deadline
         )
         # connections that no worker has accepted
         self._rejections.accept(self._listening, stopping())
         self._listening.close()
-        deadline = time.monotonic() + DRAIN_IDLE_S + self._settings.drain_s + _EXIT_TIMEOUT_S
+        deadline = time.monotonic() + DRAIN_IDLE_S + self._settings.drain_s + EXIT_TIMEOUT_S
         workers = range(len(self._state))
         for group in (workers, self._state.processes):  # device processes after the workers
             self._signal(signal.SIGTERM, group)
