@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+
 import pytest
 
 from support.invalid_inference import CRAFTED, OF_FIELDS, OF_VALUES, Rows
@@ -73,3 +76,23 @@ def test_parameters_must_be_an_object(server: Server, verb: str, parameters: obj
     response = server.http.post(path, json={"parameters": parameters})
     assert "must be an object" in error_of(response)
     assert server.http.get("/v2/models/softmax/ready").status_code == 200
+
+
+@pytest.mark.slow
+def test_rejected_parameters_leave_little_behind(server: Server) -> None:
+    """Each request has 600 empty objects in 1.8 KiB of JSON; parsed, they take 50 KiB."""
+
+    def send(number: int) -> None:
+        parameters: dict[str, object] = {"unknown": [{}] * 600 + [number]}
+        assert "unknown" in error_of(post(server, request_with_lists(parameters=parameters)))
+
+    send(1000)
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(200):
+        send(number)
+    gc.collect()
+    left = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert left < 6 << 20
