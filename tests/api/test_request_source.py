@@ -23,6 +23,14 @@ ACTING: Final = (
     *("/v1/verify/softmax", "/v2/models/taylor/infer", "/v2/models/taylor/versions/1/infer"),
     *(UNLOAD, "/v2/repository/models/taylor/load", "/nowhere"),
 )
+OTHERS: Final[tuple[dict[str, str], ...]] = (
+    {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"},
+    {"Origin": "http://127.0.0.1:1", "Sec-Fetch-Site": "same-site"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Origin": "https://evil.example"},
+    {"Origin": "null"},
+)
+"""Headers of requests from pages of other origins."""
 BODY: Final = {"inputs": {name: [[1, 0], [0, 1]] for name in ("query", "key", "value")}}
 PAGE: Final = "https://pages.example"
 
@@ -46,16 +54,10 @@ def is_refused(response: httpx.Response) -> bool:
     return True
 
 
-@pytest.mark.parametrize("path", ACTING)
 @pytest.mark.parametrize(
-    "source",
-    [
-        {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"},
-        {"Origin": "http://127.0.0.1:1", "Sec-Fetch-Site": "same-site"},
-        {"Sec-Fetch-Site": "cross-site"},
-        {"Origin": "https://evil.example"},
-        {"Origin": "null"},
-    ],
+    ("path", "source"),
+    [*((path, OTHERS[0]) for path in ACTING)]
+    + [(path, other) for path in (RUN, UNLOAD) for other in OTHERS[1:]],
 )
 def test_page_of_another_origin_acts_on_nothing(
     local: Server, path: str, source: dict[str, str]

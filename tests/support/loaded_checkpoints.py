@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from safetensors.torch import save_file
 
 from support.real_module import RealModule
@@ -60,9 +59,3 @@ def layer_name(checkpoint: str, case: RealModule, names: list[str]) -> str:
     """Returns the name of the case's layer among those of a checkpoint."""
     path = f"{checkpoint}.{case.layer['prefix']}".rstrip(".")
     return next(name for name in names if path == name or path.startswith(f"{name}."))
-
-
-def randomized(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns tensors of the same shapes with normal numbers."""
-    generator = torch.Generator().manual_seed(0)
-    return {n: torch.randn(t.shape, generator=generator) for n, t in state.items()}
