@@ -74,7 +74,6 @@ def batching(_clean_environment: None) -> Iterator[Server]:
 
 
 def test_every_response_is_correct(alone: list[Any]) -> None:
-    assert len(cases()) == 600
     for case, outputs in zip(cases(), alone, strict=True):
         case.check(outputs)
 

@@ -11,7 +11,7 @@ import pytest
 import qkv
 from qkv.jobs.job import Job
 from support.json_requests import EXAMPLE, LEADS, TENSORS, post, random_layer, run_request, tensors
-from support.known_requests import DTYPES, FLOATING, Case, as_array, as_json, random_case
+from support.known_requests import DTYPES, FLOATING, Case, as_array, as_json
 from support.service import Server
 from support.sweep_requests import submitted_jobs as submitted_jobs
 
@@ -265,12 +265,6 @@ def test_any_scale_gives_finite_outputs(
     for causal in (False, True):
         case = Case(inputs, {"scale": scale, "causal": causal}, outputs=outputs)
         case.check(run_request(server, case.document)["outputs"])
-
-
-@pytest.mark.parametrize("kind", range(150))
-def test_random_requests_match_the_reference(server: Server, kind: int) -> None:
-    case = random_case(10_000 + kind, 0)
-    case.check(run_request(server, case.document)["outputs"])
 
 
 @pytest.mark.slow
