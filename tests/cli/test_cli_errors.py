@@ -141,20 +141,11 @@ def npz_of(**arrays: np.ndarray) -> bytes:
 def damage() -> list[tuple[str, bytes]]:
     """Returns suffixes, and contents that do not match them."""
     npz = npz_of(query=normal(2, 2))
-    length = (20).to_bytes(8, "little")
     return [
         (".json", b""),
-        (".json", b'{"inputs": {'),
-        (".json", b"[1]"),
-        (".json", b'"\xff"'),
-        (".json", b'{"inputs": [1]}'),
         (".json", b'{"inputs": {"query": [[1], [1, 2]]}}'),
-        (".json", b'{"encoding": 3, "inputs": {}}'),
         (".safetensors", b""),
-        (".safetensors", b"1234567"),
-        (".safetensors", length + b"{}"),
         (".safetensors", (2).to_bytes(8, "little") + b"[]"),
-        (".safetensors", b"\xff" * 100),
         (".npz", npz[: len(npz) // 2]),
         (".npz", npz.replace(b"(2, 2)", b"(9, 9)")),
         (".npz", npz.replace(b"<f4", b"|O8")),

@@ -111,10 +111,9 @@ def test_folder_without_a_model_or_with_several_is_an_error(tmp_path: Path) -> N
     assert Checkpoint(tmp_path).names == ["x"]
 
 
-@pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 100, b"\x02" + b"\0" * 7 + b"[]"])
-def test_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+def test_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
+    path.write_bytes(b"1234567")
     line = error_of(tmp_path, "layers", path)
     assert line.startswith(f"Error: {path}: not a safetensors file: ")
     assert f"{tmp_path / 'none.safetensors'}: No such file" in error_of(
