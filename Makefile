@@ -42,7 +42,7 @@ serve: .venv/.serves ## serve on port 8000 of this machine (PORT=, HOST= for ano
 # Two processes: many tests wait for processes to start and end. Three on two cores took longer: torch's
 # threads wait for each other by spinning. ARGS="-n 0" runs one test at a time.
 # Each group of tests in one process, in the order of tests/support/run_order.py.
-PYTEST = .venv/bin/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
+PYTEST = .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 test: .venv/.installed ## run most tests, some of every kind, in about six minutes
 	@$(PYTEST) --part quick $(ARGS)
