@@ -55,8 +55,9 @@ def measure(case: Case, seed: int) -> CaseErrors:
             actual, expected = getattr(result, name), getattr(reference, name)
             actual = actual[:, :, rows] if rows else actual
             info = torch.finfo(actual.dtype)
-            errors[name].append(_compute_errors(actual, expected).flatten())
-            units[name].append(info.eps * scale.clamp(min=info.smallest_normal).flatten())
+            unit = info.eps * scale.clamp(min=info.smallest_normal)
+            errors[name].append(_compute_errors(actual, expected, unit).flatten())
+            units[name].append(unit.flatten())
     return CaseErrors(
         case,
         {name: torch.cat(parts) for name, parts in errors.items()},
@@ -124,13 +125,14 @@ def _compute_scales(case: Case, tensors: dict[str, Tensor], reference: Any) -> d
     return {"output": mass, "weights": A.amax(-1, keepdim=True).expand_as(A)}
 
 
-def _compute_errors(actual: Tensor, expected: Tensor) -> Tensor:
+def _compute_errors(actual: Tensor, expected: Tensor, unit: Tensor) -> Tensor:
     """Returns |actual - expected|.
 
-    NaN gives inf, and so does inf if the exact value fits the dtype. If it does not fit, or if the
-    reference has overflowed, the error is 0.
+    NaN gives inf, and so does inf if the exact value fits the dtype. If it does not fit with an
+    error of one unit, as where huge terms cancel, or if the reference has overflowed, the error
+    is 0.
     """
-    is_finite = expected.to(actual.dtype).isfinite()
+    is_finite = (expected.abs() + unit).to(actual.dtype).isfinite()
     error = (actual.double() - expected).abs()
     error = error.masked_fill(~actual.isfinite(), torch.inf).masked_fill(~is_finite, 0.0)
     return error.masked_fill(actual.isnan() & ~expected.isnan(), torch.inf)
