@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from qkv.api.job_runner import JobRunner
 from qkv.api.work_threads import use_one_core
 from qkv.attention.layers.layer import Layer
 from qkv.engine.admission import AdmittedBody
+from qkv.engine.thread_priority import yield_to_event_loop
 from qkv.jobs.job import DEFAULT_PRIORITY, Job
 from qkv.jobs.plan import Plan
 from qkv.jobs.result import Result
 from qkv.tensors import RawTensor
 
 _T = TypeVar("_T")
-
-_NICE: Final = 6  # added for the thread, as for that of the device: the event loop comes first
-_MAX_NICE: Final = 19
 
 
 class HostThread:
@@ -49,10 +44,7 @@ class HostThread:
 
 def _yield_to_runs() -> None:
     use_one_core()
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        niceness = min(os.getpriority(os.PRIO_PROCESS, thread) + _NICE, _MAX_NICE)
-        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+    yield_to_event_loop()
 
 
 class MeasurementRunner:

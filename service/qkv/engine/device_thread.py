@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from qkv.attention.layers.layer import Layer
 from qkv.engine.batch_runner import BatchRunner
@@ -21,15 +19,13 @@ from qkv.engine.device.device import Device
 from qkv.engine.device_errors import MemoryBudget
 from qkv.engine.executor import Launched
 from qkv.engine.lane import JobQueue
+from qkv.engine.thread_priority import yield_to_event_loop
 from qkv.errors import Internal, QkvError
 from qkv.jobs.job import Job
 from qkv.jobs.load import Load
 from qkv.jobs.result import Result
 
 _log = logging.getLogger("qkv.engine")
-
-_NICE: Final = 6  # added to the niceness of the event loop: a quarter of its weight
-_MAX_NICE: Final = 19
 
 
 class _BegunBatch(NamedTuple):
@@ -129,12 +125,9 @@ class DeviceThread:
     def _run(self) -> None:
         self._device.use_in_this_thread()
         self._device.layer_memory.preload(self._preload)
-        if self._has_low_priority and sys.platform == "linux":
+        if self._has_low_priority:
             # the event loop runs small jobs beside a large one, and must not wait for a turn
-            thread = threading.get_native_id()
-            # only root may lower niceness, and Ray starts processes with 15
-            niceness = min(os.getpriority(os.PRIO_PROCESS, thread) + _NICE, _MAX_NICE)
-            os.setpriority(os.PRIO_PROCESS, thread, niceness)
+            yield_to_event_loop()
         begun: _BegunBatch | None = None
         while begun is not None or self._wait_for_job():
             try:

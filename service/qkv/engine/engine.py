@@ -220,6 +220,10 @@ class Engine:
         future: asyncio.Future[Result] = self._loop.create_future()
         job.start_wait(future, tenant, priority, wait_s)
         if job.plan.is_small and self._runs_small_jobs:
+            # behind those of this turn of the event loop, which run in a row: they take less time
+            # so, because torch's code and tables stay in the CPU's caches
+            if not self._small_jobs:
+                self._loop.call_soon(self._run_turn)
             self._put_small(job)
         else:
             self._put_queued(job)
@@ -247,17 +251,24 @@ class Engine:
     def submit_all(self, jobs: Sequence[Job]) -> None:
         """Queues jobs whose wait has started, of one turn: the device thread wakes up once.
 
-        Each is resolved with its result, or with the error that `submit` raises. Small jobs are
-        queued too where batches can form, so that those of several workers run together.
+        Each is resolved with its result, or with the error that `submit` raises. Small jobs run
+        before this returns, unless others wait for their turn; where batches can form they are
+        queued too, so that those of several workers run together.
         """
+        small: list[Job] = []
         if self._thread.max_batch == 1 and self._runs_small_jobs:
-            for job in jobs:
-                if job.plan.is_small:
-                    self._put_small(job)
+            small = [job for job in jobs if job.plan.is_small]
             jobs = [job for job in jobs if not job.plan.is_small]
         if jobs:
             for job, error in self._put_all(jobs):
                 job.resolve(error)
+        if small:
+            # a further turn of the event loop would wait for the other threads of this process
+            is_first = not self._small_jobs
+            for job in small:
+                self._put_small(job)
+            if is_first:
+                self._run_turn()
 
     def _put_all(self, jobs: Sequence[Job]) -> list[tuple[Job, QkvError]]:
         """Puts jobs into the queue of the device thread; returns those that cannot be queued."""
@@ -286,19 +297,13 @@ class Engine:
         return error
 
     def _put_small(self, job: Job) -> None:
-        """Puts a job behind those of this turn of the event loop, which run in a row.
-
-        They take less time so: torch's code and tables stay in the CPU's caches. The jobs of one
-        tenant all run in the turn; while several wait, a few run in each turn.
-        """
-        assert self._loop is not None
-        if not self._small_jobs:
-            self._loop.call_soon(self._run_turn)
+        """Puts a job behind the small ones that wait."""
         if job.tenant not in self._small_jobs:
             self._times.join(job.tenant)
         self._small_jobs.put(job)
 
     def _run_turn(self) -> None:
+        """Runs the small jobs of one tenant that waits alone, or a few while several wait."""
         for job in self._small_jobs.take_turn(_COMPETING_JOBS):
             self._run_small(job)
         if self._small_jobs:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from qkv.api.app import Runtime, create_app, new_metrics_app
 from qkv.api_keys import ValidApiKeys
 from qkv.engine.job_executor import JobExecutor
+from qkv.engine.thread_priority import use_yielding_threads
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
 from qkv.server.acceptor import Acceptor
 from qkv.server.http_protocol import HttpLimits, HttpProtocol
@@ -125,6 +126,7 @@ class _WorkerServer(uvicorn.Server):
         """Starts the application, then accepts connections."""
         await super().startup(sockets=[])
         loop, runtime = asyncio.get_running_loop(), self._runtime
+        use_yielding_threads()
         if runtime.api_keys is not None:
             loop.add_signal_handler(signal.SIGHUP, runtime.api_keys.reload)
             runtime.api_keys.reload()  # a signal before this line was ignored

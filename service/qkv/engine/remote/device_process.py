@@ -13,6 +13,7 @@ from qkv.engine.engine import Engine
 from qkv.engine.remote.channel import receive_connection
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.engine.remote.worker_link import WorkerLink
+from qkv.engine.thread_priority import use_yielding_threads
 from qkv.jobs.loaded.loaded_layers import NO_LAYERS, LoadedLayers
 from qkv.jobs.plan_description import KnownPlans
 from qkv.telemetry.worker_state import WorkerState
@@ -57,6 +58,7 @@ class DeviceProcess:
             True if the device works. A permanent failure of the device ends the run too.
         """
         loop = asyncio.get_running_loop()
+        use_yielding_threads()
         loop.add_signal_handler(signal.SIGTERM, self._is_ending.set)
         self._engine.start()
         heartbeat = asyncio.create_task(self._worker.run_heartbeat(self._engine.memory_usage))

@@ -158,6 +158,7 @@ class WorkerLink:
             else:
                 jobs.append(job)
         self._engine.submit_all(jobs)
+        self._flush()  # the results of small jobs
 
     def _answer(self, job: WorkerJob, outcome: Result | BaseException) -> None:
         """Copies the outputs of a job into shared memory, and sends what was measured; or sends its
