@@ -14,6 +14,9 @@ ARGS =
 IMAGE ?= localhost/qkv
 PIP_AUDIT = pip-audit==2.10.1
 COVERAGE = coverage==7.17.3
+# Where `make page` writes, as the page's folder has it.
+PAGE = bundles
+ESBUILD = esbuild@0.28.2
 # Where `make dist` writes.
 DIST = dist
 # TORCH_INDEX: the package index for torch, for another build than the default (on Linux the default has
@@ -30,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.serves 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-all check docs bench clusters capacity gpu accuracy layouts census speed soak examples fuzz mutants audit dist image clean again
+.PHONY: help serve test test-rest test-all check docs page bench clusters capacity gpu accuracy layouts census speed soak examples fuzz mutants audit dist image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -60,6 +63,11 @@ check: .venv/.installed ## check lint, formatting and types
 
 docs: .venv/.installed ## write the generated pages, tables and pictures, and the API's examples
 	@.venv/bin/python docs/make.py
+
+# The files of the page, in two modules and a style sheet. npx comes with Node.js.
+page: ## bundle the modules and styles of the page, after a change of them
+	@cd service/qkv/playground && npx --yes $(ESBUILD) page=app.js docs=docs.js page=css/all.css \
+		--bundle --minify --format=esm --target=es2022 --log-level=warning --outdir="$(PAGE)"
 
 bench: .venv/.installed ## measure the cost of a request, into docs/performance.md
 	@.venv/bin/python bench/run.py --write $(ARGS)

@@ -2,75 +2,80 @@
 
 from __future__ import annotations
 
-import gzip
+import filecmp
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Final
+
+import pytest
 
 import qkv
 from qkv.api.auth import PUBLIC_PATHS
 from qkv.api.endpoints.playground import PATHS
+from support.paths import ROOT
 from support.service import Server
 
 FOLDER: Final = Path(qkv.__file__).parent / "playground"
-TYPES: Final = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
+BUNDLES: Final = FOLDER / "bundles"
+SERVED: Final = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/docs": ("docs.html", "text/html; charset=utf-8"),
+    "/playground/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/playground/page.css": ("bundles/page.css", "text/css; charset=utf-8"),
+    "/playground/page.js": ("bundles/page.js", "text/javascript; charset=utf-8"),
+    "/playground/docs.js": ("bundles/docs.js", "text/javascript; charset=utf-8"),
 }
-FILES: Final = sorted(
-    path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file()
-)
-
-
-def path_of(name: str) -> str:
-    return {"index.html": "/", "docs.html": "/docs"}.get(name, f"/playground/{name}")
 
 
 def test_each_file_has_a_public_path() -> None:
     swagger = {f"/static-offline-docs/swagger-ui{suffix}" for suffix in ("-bundle.js", ".css")}
-    assert {path_of(name) for name in FILES} | swagger == PATHS
+    assert SERVED.keys() | swagger == PATHS
     assert PATHS <= PUBLIC_PATHS
 
 
 def test_files_are_served_unchanged(server: Server) -> None:
-    for name in FILES:
-        content = (FOLDER / name).read_bytes()
-        response = server.http.get(path_of(name))
-        assert response.status_code == 200
-        assert response.content == content
-        assert response.headers["content-type"] == TYPES[Path(name).suffix]
-        assert response.headers["cache-control"] == "no-cache"
-        assert response.headers["x-content-type-options"] == "nosniff"
-        head = server.http.head(path_of(name))
-        assert head.status_code == 200
-        assert not head.content
-        assert head.headers["content-length"] == str(len(content))
-        assert head.headers["etag"] == response.headers["etag"]
+    for path, (place, media_type) in SERVED.items():
+        content, tags = (FOLDER / place).read_bytes(), set()
+        for coding in ("gzip", "identity"):
+            response = server.http.get(path, headers={"Accept-Encoding": coding})
+            assert response.status_code == 200
+            assert response.content == content
+            assert response.headers.get("content-encoding", "identity") == coding
+            assert response.headers["content-type"] == media_type
+            assert response.headers["cache-control"] == "no-cache"
+            assert response.headers["vary"] == "Accept-Encoding"
+            assert response.headers["x-content-type-options"] == "nosniff"
+            head = server.http.head(path, headers={"Accept-Encoding": coding})
+            assert head.status_code == 200
+            assert not head.content
+            assert head.headers["content-length"] == response.headers["content-length"]
+            assert head.headers["etag"] == response.headers["etag"]
+            tags.add(response.headers["etag"].removeprefix("W/"))
+        assert len(tags) == 1
 
 
 def test_unchanged_file_gets_304(server: Server) -> None:
     tag = server.http.get("/").headers["etag"]
-    for tags in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+    for tags in (tag, tag.removeprefix("W/"), f'"other", {tag}', "*"):
         same = server.http.get("/", headers={"If-None-Match": tags})
         assert same.status_code == 304
         assert not same.content
         assert same.headers["etag"] == tag
     assert server.http.get("/", headers={"If-None-Match": '"other"'}).status_code == 200
-    other = server.http.get("/playground/app.js", headers={"If-None-Match": tag})
+    other = server.http.get("/playground/page.js", headers={"If-None-Match": tag})
     assert other.status_code == 200
 
 
 def test_other_paths_get_404(server: Server) -> None:
     for path in (
         "/playground", "/playground/", "/playground/index.html", "/playground/none.js",
-        "/playground/..%2fapp.py", "/playground/%2e%2e/app.py", "/playground/app.js%00",
-        "/playground//app.js", "/playground/app.js/", "/playground/App.js",
-        "/playground/weights", "/playground/weights/", "/playground/weights/none.js",
-        "/playground/weights%2f..%2fapp.js",
-        "/playground/weights//heatmap.js", "/playground/css/weights/heatmap.js",
-        "/playground/app.js%3fx", "/playground/app.js%23x",
+        "/playground/..%2fapp.py", "/playground/%2e%2e/app.py", "/playground/page.js%00",
+        "/playground//page.js", "/playground/page.js/", "/playground/Page.js",
+        "/playground/app.js", "/playground/bundles/page.js", "/playground/bundles%2fpage.js",
+        "/playground/bundles", "/playground/bundles/", "/playground/bundles%2f..%2fapp.js",
+        "/playground/page.js%3fx", "/playground/page.js%23x",
     ):  # fmt: skip
         response = server.http.get(path)
         assert response.status_code == 404, path
@@ -78,8 +83,8 @@ def test_other_paths_get_404(server: Server) -> None:
 
 
 def test_content_security_policy_allows_no_other_host(server: Server) -> None:
-    for name in ("index.html", "app.js", "weights/heatmap.js", "icon.svg"):
-        header = server.http.get(path_of(name)).headers["content-security-policy"]
+    for path in SERVED.keys() - {"/docs"}:
+        header = server.http.get(path).headers["content-security-policy"]
         policy = dict(directive.strip().split(" ", 1) for directive in header.split(";"))
         assert policy["default-src"] == "'none'"
         assert {*policy.values()} == {"'none'", "'self'"}
@@ -89,23 +94,30 @@ def test_content_security_policy_allows_no_other_host(server: Server) -> None:
 
 def test_files_refer_only_to_existing_files() -> None:
     """The only other URL is an XML namespace."""
-    for name in FILES:
-        text = (FOLDER / name).read_text()
-        folder = (FOLDER / name).parent
-        for found in re.findall(r'(?:from|import) "(\.\.?/[^"]+)"', text):
-            file = (folder / found).resolve().relative_to(FOLDER.resolve())
-            assert file.as_posix() in FILES, (name, found)
-        for found in re.findall(r'(?:src|href)="/playground/([^"]+)"', text):
-            assert found in FILES, (name, found)
+    for file in FOLDER.rglob("*.*"):
+        text, name = file.read_text(), file.relative_to(FOLDER).as_posix()
+        for found in re.findall(r'(?:src|href)="(/playground/[^"]+)"', text):
+            assert found in SERVED, (name, found)
         urls = set(re.findall(r"https?://[^\s\"'`)]+", text))
         assert not urls - {"http://www.w3.org/2000/svg"}, name
-        assert len(text.splitlines()) <= 300, name
+        assert file.parent == BUNDLES or len(text.splitlines()) <= 300, name
 
 
-def test_page_is_small() -> None:
-    """It loads at once on a slow line: a proxy compresses its files."""
-    every = (gzip.compress((FOLDER / name).read_bytes()) for name in FILES)
-    assert sum(map(len, every)) < 250 * 2**10
+def test_bundles_are_those_of_the_modules_and_styles(tmp_path: Path) -> None:
+    """If this fails, run `make page`."""
+    if not shutil.which("npx"):
+        pytest.skip("needs npx")
+    subprocess.run(["make", "page", f"PAGE={tmp_path}"], cwd=ROOT, check=True)
+    made, kept = (sorted(path.name for path in folder.iterdir()) for folder in (tmp_path, BUNDLES))
+    assert made == kept
+    same, *_ = filecmp.cmpfiles(tmp_path, BUNDLES, made, shallow=False)
+    assert same == made
+
+
+def test_page_is_small(server: Server) -> None:
+    """It loads in a few seconds on a slow line: few files, and compressed."""
+    sizes = [int(server.http.head(path).headers["content-length"]) for path in SERVED]
+    assert sum(sizes) < 100 * 2**10
 
 
 def test_page_has_no_inline_script_or_style() -> None:

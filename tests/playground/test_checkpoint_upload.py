@@ -59,12 +59,10 @@ def choose(page: Page, *files: Path) -> None:
     expect(page.locator("#checkpoint-panel")).to_be_visible()
 
 
-def random_x(page: Page, width: int, dtype: str) -> torch.Tensor:
+def random_x(modules: Modules, width: int, dtype: str) -> torch.Tensor:
     """Returns the page's random hidden states."""
-    path, name = "/playground/checkpoint/hidden_states.js", "createHiddenStates"
-    data: list[int] = page.evaluate(
-        f"async ([rows, width, dtype]) => [...(await import('{path}')).{name}(rows, width, dtype)"
-        ".tensor.data]",
+    data: list[int] = modules.evaluate(
+        "(given) => [...hidden_states.createHiddenStates(...given).tensor.data]",
         [ROWS, width, dtype],
     )
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
@@ -103,7 +101,7 @@ def test_page_is_busy_from_the_event_of_a_change(
 
 @pytest.mark.representative
 def test_layer_of_gpt2_gives_the_weights_of_the_client(
-    open_page: Open, server: Server, client: Client, models: Path
+    open_page: Open, server: Server, client: Client, models: Path, modules: Modules
 ) -> None:
     file = models / "gpt2/model.safetensors"
     opened = open_page(server.url)
@@ -120,7 +118,7 @@ def test_layer_of_gpt2_gives_the_weights_of_the_client(
     wait_until_drawn(opened)
     run = client.attend(
         "softmax",
-        x=random_x(page, 128, "float32"),
+        x=random_x(modules, 128, "float32"),
         causal=True,
         layer={"layout": "gpt2", "heads": 4, "tensors": tensors_of(file, "h.2.attn")},
     )
@@ -129,7 +127,7 @@ def test_layer_of_gpt2_gives_the_weights_of_the_client(
 
 
 def test_config_sets_heads_positions_and_parameters(
-    open_page: Open, server: Server, client: Client, models: Path
+    open_page: Open, server: Server, client: Client, models: Path, modules: Modules
 ) -> None:
     """A layer in bfloat16 with grouped heads; the page changes none of its bytes."""
     folder = models / "llama"
@@ -145,7 +143,7 @@ def test_config_sets_heads_positions_and_parameters(
     expect(page.get_by_label("causal", exact=True)).to_be_checked()
     expect(page.locator("#status")).to_contain_text("8 heads")
     wait_until_drawn(opened)
-    x, weights = random_x(page, 64, "bfloat16"), {}
+    x, weights = random_x(modules, 64, "bfloat16"), {}
     for index in (0, 1):
         page.locator("#layer-layer").select_option(index=index)
         if index == 0:

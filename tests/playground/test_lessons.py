@@ -11,6 +11,7 @@ from playwright.sync_api import Page, Route, expect
 
 from support.accessibility import overflow, problems
 from support.browser import Open, read_gradients, wait_until_drawn
+from support.javascript import Modules
 from support.service import Server
 
 if TYPE_CHECKING:
@@ -24,11 +25,9 @@ SHOWS = """numbers => {
 }"""
 
 
-def stops_of(page: Page) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
+def stops_of(modules: Modules) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
     """Returns the lessons, with the place and the content of each of their stops."""
-    lessons: list[dict[str, Any]] = page.evaluate(
-        "async () => (await import('/playground/lessons/lesson_list.js')).LESSONS"
-    )
+    lessons: list[dict[str, Any]] = modules.evaluate("() => lesson_list.LESSONS")
     for lesson in lessons:
         for number, stop in enumerate(lesson["stops"], start=1):
             yield lesson, f"{number} of {len(lesson['stops'])}", stop
@@ -49,13 +48,13 @@ def check_gradients(page: Page) -> None:
 
 
 def test_each_stop_shows_its_section_and_every_number_of_its_text(
-    open_page: Open, server: Server
+    open_page: Open, server: Server, modules: Modules
 ) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     page.get_by_role("link", name="What attention is").click()
     panel = page.locator("#lesson")
-    for lesson, place, stop in stops_of(page):
+    for lesson, place, stop in stops_of(modules):
         expect(panel.get_by_role("heading")).to_have_text(lesson["title"])
         expect(panel.locator("header .hint")).to_have_text(place)
         expect(panel.locator("p")).to_have_text(stop["text"])

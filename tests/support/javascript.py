@@ -15,6 +15,7 @@ import qkv
 
 _MODULES: Final = (
     "checkpoint/checkpoint_files",
+    "checkpoint/hidden_states",
     "checkpoint/model_config",
     "compare/sweep_table",
     "copy/code_snippets",
@@ -22,6 +23,7 @@ _MODULES: Final = (
     "data/tensors",
     "data/uploads",
     "inputs/labels",
+    "lessons/lesson_list",
 )
 
 # reads a line [function, argument] from stdin; writes {value} or {error}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute, iter_route_contexts
 from fastapi.staticfiles import StaticFiles
@@ -160,7 +161,8 @@ def create_app(
         app.include_router(router)
     app.state.runtime = runtime
     # Swagger UI's files, so that the page sends no request to another host
-    app.mount(SWAGGER_PATH, StaticFiles(packages=[("fastapi_offline", "static")]))
+    static = StaticFiles(packages=[("fastapi_offline", "static")])
+    app.mount(SWAGGER_PATH, GZipMiddleware(static))
     _add_document(app, is_guarded=runtime.api_keys is not None)
     list(iter_route_contexts(app.routes))  # FastAPI makes them now, not with the first request
     return app

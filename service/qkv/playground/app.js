@@ -231,6 +231,7 @@ async function run() {
     showProblem(error);
     setText(findById("status"), null);
   } finally {
+    document.body.classList.remove("loading");
     if (running.signal === signal) main.removeAttribute("aria-busy");
   }
 }
@@ -281,9 +282,10 @@ async function loadCatalogue() {
     for (const variant of variants) state.variants.set(variant.variant, variant);
     await loadedLayers.load();
   } catch (error) {
+    document.body.classList.remove("loading");
     return showProblem(error);
   }
-  findById("variant").append(...[...state.variants.keys()].map((name) => new Option(name)));
+  findById("variant").replaceChildren(...[...state.variants.keys()].map((name) => new Option(name)));
   comparisons.start();
   pageHistory.start();
 }

@@ -16,7 +16,7 @@ export function createExampleSelect({ onExample, onOwn }) {
   const select = findById("example");
   const description = findById("example-about");
   const options = EXAMPLES.map(({ id, title }) => new Option(title, id));
-  select.append(...options, new Option("Your own…", ""));
+  select.replaceChildren(...options, new Option("Your own…", ""));
   let shown = null;
   const show = (id) => {
     shown = id;
