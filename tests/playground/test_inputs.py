@@ -217,6 +217,17 @@ def test_file_error_is_shown_beside_the_upload(open_page: Open, server: Server) 
     expect(page.locator("#inputs-error")).to_be_hidden()
 
 
+def test_table_of_a_german_spreadsheet_is_read(open_page: Open, server: Server) -> None:
+    """Excel writes Windows-1252, and decimal commas."""
+    page = wait_until_drawn(open_page(server.url))
+    table = "Straße;0,5;1\nÄpfel;2;0,25\n".encode("cp1252")
+    page.get_by_label("Upload").set_input_files([payload("tabelle.csv", table)])
+    expect(page.get_by_label("Token labels")).to_have_value("Straße Äpfel")
+    expect(page.locator("#row")).to_contain_text("Äpfel")
+    page.get_by_role("button", name="Edit tabelle").click()
+    expect(page.get_by_label("tabelle, Äpfel, 1")).to_have_value("0.25")
+
+
 def test_tensor_error_is_shown_beside_it(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     opened.expect_status(422)

@@ -10,7 +10,7 @@ import numpy as np
 from playwright.sync_api import Page, Route, expect
 
 from support.accessibility import overflow, problems
-from support.browser import Open, read_gradients, wait_until_drawn
+from support.browser import Open, read_gradients, typeset, wait_until_drawn
 from support.javascript import Modules
 from support.service import Server
 
@@ -57,7 +57,7 @@ def test_each_stop_shows_its_section_and_every_number_of_its_text(
     for lesson, place, stop in stops_of(modules):
         expect(panel.get_by_role("heading")).to_have_text(lesson["title"])
         expect(panel.locator("header .hint")).to_have_text(place)
-        expect(panel.locator("p")).to_have_text(stop["text"])
+        expect(panel.locator("p")).to_have_text(typeset(stop["text"]))
         assert len(re.findall(r"[.?](?= |$)", stop["text"])) == 2, stop["text"]
         wait_until_drawn(opened)
         expect(page.locator("#sweep progress")).to_be_hidden()

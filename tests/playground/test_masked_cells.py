@@ -54,6 +54,17 @@ def test_masked_cells_are_named(open_page: Open, server: Server) -> None:
     expect(page.locator("#announcements")).to_have_text("query 0 to key 3: masked")
 
 
+def test_signed_weights_have_no_entropy_and_no_shares(open_page: Open, server: Server) -> None:
+    """`gated` hides later keys by its rule."""
+    page = wait_until_drawn(open_page(server.url, path="/#example=words&variant=gated&row=1"))
+    expect(page.locator("#map .hatch")).to_be_visible()
+    expect(page.locator("#row td")).to_have_count(4)
+    expect(page.locator("#row td").nth(1)).to_be_hidden()
+    expect(page.locator("#row dl")).to_be_hidden()
+    page.get_by_text("Weights as a table").click()
+    expect(page.get_by_role("columnheader", name="Entropy")).to_have_count(0)
+
+
 def test_masked_cells_follow_the_window_and_the_pooling(open_page: Open, server: Server) -> None:
     fragment = (
         "example=local&variant=softmax&parameters.causal=true&parameters.window=[8,null]&pool=16"

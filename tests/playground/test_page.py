@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, Request, expect
 
-from support.browser import Open, read_weights, wait_until_drawn
+from support.browser import Open, read_weights, typeset, wait_until_drawn
 from support.service import Server
 
 
@@ -63,7 +63,7 @@ def test_each_variant_is_drawn(open_page: Open, server: Server) -> None:
     for variant in server.http.get("/v1/variants").json()["variants"]:
         select_variant(page, variant["variant"])
         expect(page.locator("#alert")).to_be_hidden()
-        expect(page.locator("#formula")).to_have_text(variant["formula"])
+        expect(page.locator("#formula")).to_have_text(typeset(variant["formula"]))
         if "weights" in variant["outputs"]:
             expect(page.locator("#kind")).to_have_text(re.compile("stochastic|signed|unnormal"))
         for parameter in variant["parameters"]["properties"]:
@@ -152,9 +152,49 @@ def test_unreachable_service_is_reported(open_page: Open, server: Server) -> Non
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     opened.expected.append("ERR_FAILED|net::")
-    page.route("**/v1/**", lambda route: route.abort())
+    page.route("**/{v1/**,readyz}", lambda route: route.abort())
     page.get_by_role("button", name="Run").click()
     expect(page.locator("#alert")).to_contain_text("The service does not respond")
+    page.unroute_all()  # it is back: the page asks again by itself
+    expect(page.locator("#alert")).to_be_hidden()
+    wait_until_drawn(opened)
+
+
+def test_weights_follow_the_slider_of_scale(open_page: Open, server: Server) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    slider, field = page.locator(".slider input"), page.get_by_label("scale", exact=True)
+    slider.scroll_into_view_if_needed()
+    box = slider.bounding_box()
+    assert box is not None
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] / 2, y)
+    page.mouse.down()
+    first = page.locator("#row tbody td").first
+    for part in (0.6, 0.7, 0.8):
+        before, text = field.input_value(), first.inner_text()
+        page.mouse.move(box["x"] + part * box["width"], y)
+        expect(field).not_to_have_value(before)
+        expect(first).not_to_have_text(text)
+    page.mouse.up()
+    expect(page).to_have_url(re.compile(f"scale={field.input_value()}&"))
+    field.fill("0,5")  # a comma is a point too
+    expect(page).to_have_url(re.compile("scale=0.5&"))
+    expect(slider).to_have_value("-1")
+
+
+def test_an_example_keeps_the_variant_or_says_that_it_does_not(
+    open_page: Open, server: Server
+) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    variant, example = (page.get_by_label(name, exact=True) for name in ("Variant", "Example"))
+    variant.select_option("linear")
+    example.select_option("induction")
+    expect(variant).to_have_value("linear")
+    variant.select_option("linear_layer")
+    expect(example).to_have_value("linear-layer")
+    example.select_option("words")
+    expect(variant).to_have_value("softmax")
+    expect(page.locator("#example-about")).to_contain_text("The variant is softmax now")
 
 
 def test_injected_scripts_and_other_hosts_are_blocked(open_page: Open, server: Server) -> None:

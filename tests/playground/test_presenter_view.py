@@ -8,7 +8,8 @@ from typing import Final
 from playwright.sync_api import Page, expect
 
 from support.accessibility import problems
-from support.browser import Open, wait_until_drawn
+from support.browser import Open, typeset, wait_until_drawn
+from support.javascript import Modules
 from support.service import Server
 
 WINDOWS: Final = {(1920, 1080): 26, (2560, 1440): 32, (1280, 720): 20, (960, 470): 18}
@@ -73,3 +74,51 @@ def test_view_is_entered_and_left(open_page: Open, server: Server) -> None:
     expect(page.locator("#timing")).to_be_visible()
     page.keyboard.press("Alt+p")
     expect(button).to_have_attribute("aria-pressed", "true")
+
+
+FITS: Final = """() => {
+    const [text, buttons] = ["p", ".steps"].map((one) => document.querySelector(`#lesson ${one}`));
+    return text.getBoundingClientRect().bottom <= buttons.getBoundingClientRect().top;
+}"""
+
+
+def test_texts_of_lessons_fit_above_their_buttons(
+    open_page: Open, server: Server, modules: Modules
+) -> None:
+    lessons = modules.evaluate("() => lesson_list.LESSONS.map(({ id, stops }) => [id, stops])")
+    opened = open_page(server.url, path="/#lesson=attention&view=presenter")
+    page = wait_until_drawn(opened)
+    page.set_viewport_size({"width": 1280, "height": 720})
+    for _, stops in lessons:
+        for stop in stops:
+            expect(page.locator("#lesson p")).to_have_text(typeset(stop["text"]))
+            assert page.evaluate(FITS), stop["text"]
+            page.locator("#lesson .primary").click()
+
+
+def test_what_a_lesson_is_about_stays_in_view(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url, path="/#lesson=attention&stop=4")
+    page = wait_until_drawn(opened)
+    page.set_viewport_size({"width": 1280, "height": 720})
+    for _ in range(2):
+        page.get_by_role("button", name="Present", exact=True).click()
+        wait_until_drawn(opened)
+        for one in page.locator(".looked-at").all():
+            expect(one).to_be_in_viewport()
+
+
+def test_types_of_charts_and_gradients_grow_and_steps_stand_side_by_side(
+    open_page: Open, server: Server
+) -> None:
+    path = "/#lesson=gradients&stop=3&view=presenter&open=gradients,steps,length"
+    opened = open_page(server.url, path=path)
+    page = wait_until_drawn(opened)
+    page.set_viewport_size({"width": 1920, "height": 1080})
+    page.get_by_label("Up to").select_option("512")
+    page.get_by_role("button", name="Measure").click()
+    expect(page.locator("#sweep progress")).to_be_hidden()
+    label = page.locator("#chart [data-label]").first.bounding_box()
+    assert label is not None
+    assert label["height"] > 20  # pixels; 14 in the page's own size
+    tops = page.locator(".step-list > li").evaluate_all("all => all.map((one) => one.offsetTop)")
+    assert len(set(tops)) < len(tops)

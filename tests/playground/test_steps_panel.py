@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 
 from qkv import Client
 from support.accessibility import overflow, problems
-from support.browser import Open, choose_example, paste, wait_until_drawn
+from support.browser import Open, choose_example, paste, typeset, wait_until_drawn
 from support.service import Server
 
 WORDS: Final = np.array(
@@ -100,7 +100,7 @@ def test_formula_and_steps_point_to_each_other(open_page: Open, server: Server) 
     page.keyboard.press("Enter")
     expect(steps.locator("[data-step=masked] .scroll")).to_be_focused()
     marked = steps.locator(".formula .lit")
-    assert "".join(marked.all_inner_texts()) == "scaleQK^T+mask"
+    assert "".join(marked.all_text_contents()) == "scaleQK^T+mask"
     steps.locator("[data-step=weights] .picture").hover()
     expect(marked.first).to_have_text("softmax(")
     expect(formula.locator(".lit").first).to_have_text("softmax(")
@@ -172,5 +172,5 @@ def test_each_variant_has_its_own_steps(open_page: Open, server: Server) -> None
         expect(page.locator("#steps li").first).to_have_attribute("data-step", names[0])
         shown = read_steps(page)
         assert [name for name in names if name in shown] == list(shown)
-        expect(page.locator("#formula")).to_have_text(variant["formula"])
+        expect(page.locator("#formula")).to_have_text(typeset(variant["formula"]))
         assert overflow(page) == 0, variant["variant"]

@@ -50,7 +50,9 @@ def empty_page(browser: Browser) -> Iterator[Page]:
         if name:
             route.fulfill(path=ROOT / "service/qkv/playground" / name)
         else:
-            route.fulfill(content_type="text/html", body="<!doctype html>")
+            route.fulfill(
+                content_type="text/html", body="<!doctype html><html style='font-size: 15px'>"
+            )
 
     page = browser.new_page()
     page.route("**", send_file)

@@ -68,6 +68,14 @@ def test_grid_is_used_by_keyboard_alone(open_page: Open, server: Server) -> None
         expect(page.get_by_label(label)).to_be_focused()
 
 
+def test_three_columns_fit(open_page: Open, server: Server) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.get_by_role("button", name="Edit words").click()
+    area = page.locator("#tensors .cells .scroll")
+    assert area.evaluate("element => element.scrollWidth <= element.clientWidth")
+
+
 def test_wrong_number_is_reported_and_not_sent(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)

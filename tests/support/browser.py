@@ -30,6 +30,19 @@ CHROMIUM_FLAGS: Final = (
 
 TIMEOUT_MS: Final = 30_000.0
 
+GLYPHS: Final = {
+    "phi": "φ", "beta": "β", "sum_": "Σ_", " . ": " · ", " - ": " − ", "-1": "−1", "<=": "≤",
+    "'": "\N{PRIME}",
+}  # fmt: skip
+"""What the page writes in formulas for plain text."""
+
+
+def typeset(formula: str) -> str:
+    """Returns the text of a formula on the page."""
+    for plain, glyph in GLYPHS.items():
+        formula = formula.replace(plain, glyph)
+    return formula
+
 
 @dataclass
 class WatchedPage:

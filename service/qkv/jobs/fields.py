@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Final, TypeVar
 
@@ -104,7 +105,11 @@ def field_error(
 
 
 def _expectation(message: str) -> str:
-    """Returns a message of pydantic as "expected ..." where it has pydantic's usual form."""
+    """Returns a message of pydantic as "expected ..." where it has pydantic's usual form.
+
+    It writes small bounds with all their zeros.
+    """
+    message = re.sub(r"\b0\.0000\d+", lambda bound: f"{float(bound[0]):g}", message)
     for prefix in ("Input should be ", "Value should be "):
         if message.startswith(prefix):
             return f"expected {message.removeprefix(prefix)}"

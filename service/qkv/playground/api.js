@@ -11,6 +11,7 @@ export class Problem extends Error {
     this.detail = detail ?? title;
     this.status = status;
     this.pointer = pointer;
+    this.isUnreachable = status === 0;
   }
 }
 
@@ -88,7 +89,9 @@ async function fetchOrThrow(path, init) {
     return await fetch(path, init);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Problem({ detail: "The service does not respond. Check that it is running." });
+    throw new Problem({
+      detail: "The service does not respond. The page asks again until it does.",
+    });
   }
 }
 

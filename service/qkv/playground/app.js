@@ -24,8 +24,17 @@ import { openLink } from "./link/open_link.js";
 import { createPageHistory } from "./link/page_history.js";
 import { listenToSectionLinks } from "./link/section_links.js";
 import { createPageLayout } from "./page_layout.js";
-import { createState, NEW_TENSORS, NO_REQUEST, newExample, stateOfExample } from "./page_state.js";
+import {
+  createState,
+  describeExample,
+  NEW_TENSORS,
+  NO_REQUEST,
+  newExample,
+  stateOfExample,
+} from "./page_state.js";
+import { createRepeat } from "./run_repeat.js";
 import * as summary from "./run_summary.js";
+import { whenReady } from "./service_watch.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
 import { createWeightsPanel } from "./weights/weights_panel.js";
@@ -46,7 +55,7 @@ const pageHistory = createPageHistory(
   (fragment, kept, layout) => showLink(fragment, kept, layout),
   (canUndo) => (findById("undo").disabled = !canUndo),
 );
-const pageLayout = createPageLayout(state, pageHistory.amend);
+const pageLayout = createPageLayout(state, pageHistory.amend, () => lessonPanel.bringBack());
 const callbacks = { onChange: pageHistory.record, onRequest: showRequest, onCall, announce };
 const weightsPanel = createWeightsPanel(state, {
   ...callbacks,
@@ -81,7 +90,11 @@ const runSoon = () => {
   runDebounced();
   pageHistory.record();
 };
-const showVariant = createVariantForm(state, () => runSoon());
+const showVariant = createVariantForm(
+  state,
+  () => runSoon(),
+  createRepeat(() => run()),
+);
 const tensorList = createTensorList(state, {
   onAdd: (tensors, { isAdded, request, labels }) => {
     if (request) checkpoint.close();
@@ -176,7 +189,11 @@ function showLink(fragment, kept, layout) {
   lessonPanel.show(state.lesson);
 }
 
-const useExample = (example) => showState(stateOfExample(example, state.variants), example.about);
+/** Shows an example, for the variant of the page if that can run with it. */
+function useExample(example) {
+  const fields = stateOfExample(example, state.variants, state.variant);
+  showState(fields, describeExample(example, fields.variant, state.variant));
+}
 
 /** Selects a variant; replaces an example that lacks the variant's inputs by one that has them. */
 function chooseVariant(name) {
@@ -230,6 +247,7 @@ async function run() {
     clearProblems();
     showProblem(error);
     setText(findById("status"), null);
+    if (error.isUnreachable) whenReady(run);
   } finally {
     document.body.classList.remove("loading");
     if (running.signal === signal) main.removeAttribute("aria-busy");
@@ -283,9 +301,12 @@ async function loadCatalogue() {
     await loadedLayers.load();
   } catch (error) {
     document.body.classList.remove("loading");
+    if (error.isUnreachable) whenReady(run);
     return showProblem(error);
   }
-  findById("variant").replaceChildren(...[...state.variants.keys()].map((name) => new Option(name)));
+  findById("variant").replaceChildren(
+    ...[...state.variants.keys()].map((name) => new Option(name)),
+  );
   comparisons.start();
   pageHistory.start();
 }

@@ -9,8 +9,9 @@ import { createSections } from "./sections.js";
  *
  * @param {Object} state of the page
  * @param {(change: () => void) => void} amend called with a change of the layout
+ * @param {() => void} onPresent called when the presenter view has begun or ended
  */
-export function createPageLayout(state, amend) {
+export function createPageLayout(state, amend, onPresent) {
   const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important
   for (const part of document.querySelectorAll("form > details")) part.open = !isNarrow;
   const change = (fields) =>
@@ -19,7 +20,10 @@ export function createPageLayout(state, amend) {
       show();
     });
   const sections = createSections(state, change);
-  const showPresenter = createPresenter(findById("present"), state, change);
+  const showPresenter = createPresenter(findById("present"), state, (fields) => {
+    change(fields);
+    onPresent();
+  });
   const show = () => {
     showPresenter();
     sections.show();

@@ -38,18 +38,30 @@ export const createState = () => ({
   example: null, // id of the example, null for other tensors
 });
 
-/** Returns the fields that an example sets. */
-export function stateOfExample(example, variants) {
+/**
+ * Returns the fields that an example sets.
+ *
+ * @param {Object} example
+ * @param {Map<string, Object>} variants
+ * @param {Object|null} current the variant that stays if it can run with the example
+ */
+export function stateOfExample(example, variants, current = null) {
   const { parameters, variant, selectedRow = 1, ...others } = example.create();
+  const fields = { ...NEW_TENSORS, ...NO_REQUEST, ...others };
+  const canStay = current && !missingInputs({ ...fields, variant: current }).length;
   return {
-    ...NEW_TENSORS,
-    ...NO_REQUEST,
-    ...others,
+    ...fields,
     selectedRow,
     example: example.id,
     parameters: { ...parameters },
-    variant: variants.get(variant) ?? [...variants.values()][0],
+    variant: canStay ? current : (variants.get(variant) ?? [...variants.values()][0]),
   };
+}
+
+/** Describes an example, and the variant that it sets if another one was chosen before. */
+export function describeExample({ about }, { variant }, before) {
+  if (!before || before.variant === variant) return about;
+  return `${about} The variant is ${variant} now: ${before.variant} has other inputs.`;
 }
 
 /** Returns an example that has the inputs of a variant; the first one if none has. */

@@ -15,6 +15,8 @@ import { isObject, MAX_TEXT_LENGTH, parseJson, parseTensors } from "./tensors.js
 /** Larger files are rejected unread: a service with default settings rejects them too. */
 export const MAX_FILE_BYTES = 256 * 2 ** 20;
 
+const WHITESPACE = [9, 10, 12, 13]; // control characters that a text has
+
 const BODY_OPTIONS = ["--json", "-d", "--data", "--data-raw", "--data-binary", "--data-ascii"];
 const OWN_PATH = /\/v1\/(?:attention|gradients)\/([^/?#]+)/;
 
@@ -51,13 +53,19 @@ async function parseBytes(bytes, fileName, maxBytes) {
     return { tensors: await parseNpz(bytes, { maxBytes, fileName }), request: null };
   }
   if (/^\.(pt|pth|bin|ckpt)$/.test(suffix)) throw new Error(pickleMessage(fileName));
-  let text;
+  return readText(decodeText(bytes), { name: stem });
+}
+
+/** Decodes UTF-8, or else Windows-1252, in which Excel saves CSV. */
+function decodeText(bytes) {
   try {
-    text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
+    return new TextDecoder("utf-8", { fatal: true }).decode(bytes);
   } catch {
-    throw new Error("unknown format: expected .npy, .npz, .safetensors or a text");
+    if (bytes.some((byte) => byte < 32 && !WHITESPACE.includes(byte))) {
+      throw new Error("unknown format: expected .npy, .npz, .safetensors or a text");
+    }
+    return new TextDecoder("windows-1252").decode(bytes);
   }
-  return readText(text, { name: stem });
 }
 
 /**

@@ -2,6 +2,7 @@
 
 import { findById, h, setText } from "../dom.js";
 import { withSymbols } from "../glossary.js";
+import { createScaleSlider } from "./scale_slider.js";
 
 /**
  * Creates a control for each parameter.
@@ -9,9 +10,11 @@ import { withSymbols } from "../glossary.js";
  * @param {Object} properties JSON schemas by name
  * @param {Object} values the values that are set, by name; changed in place
  * @param {() => void} onChange called when a value changed
+ * @param {{initial: number, isSoftmax: boolean, onDrag: () => void}} slider of `scale`: see
+ *   `createScaleSlider`; `onDrag` is called for each value while the user drags it
  * @returns {DocumentFragment}
  */
-export function createControls(properties, values, onChange) {
+export function createControls(properties, values, onChange, slider) {
   const fragment = document.createDocumentFragment();
   for (const [name, schema] of Object.entries(properties)) {
     const set = (value) => {
@@ -19,7 +22,14 @@ export function createControls(properties, values, onChange) {
       else values[name] = value;
       onChange();
     };
-    fragment.append(createControl(name, schema, values[name], set));
+    const control = createControl(name, schema, values[name], set);
+    const input = name === "scale" && control.querySelector("input");
+    const onDrag = (factor) => {
+      values[name] = factor;
+      slider.onDrag();
+    };
+    if (input) input.after(createScaleSlider(input, { ...slider, onDrag }));
+    fragment.append(control);
   }
   return fragment;
 }
@@ -118,20 +128,23 @@ function createSelect(common, kinds, current, set) {
 
 /** Creates a text field: for numbers, words, and all else as JSON. */
 function createTextInput(common, schema, kinds, current, set, error) {
-  const isNumber = kinds.every((kind) => kind.type === "number" || kind.type === "integer");
   const [kind] = kinds;
+  const isNumber = kinds.every(({ type }) => type === "number" || type === "integer");
+  const isWhole = kinds.every(({ type }) => type === "integer");
   const input = h("input", {
     ...common,
     autocomplete: "off",
     spellcheck: "false",
-    type: isNumber ? "number" : "text",
-    step: isNumber && (kind.type === "integer" ? 1 : "any"),
-    min: isNumber && (kind.minimum ?? kind.exclusiveMinimum),
-    max: isNumber && (kind.maximum ?? kind.exclusiveMaximum),
+    type: isWhole ? "number" : "text", // of others, a browser may not take 0,5
+    inputmode: isNumber && !isWhole && "decimal",
+    step: isWhole && 1,
+    min: isWhole && (kind.minimum ?? kind.exclusiveMinimum),
+    max: isWhole && (kind.maximum ?? kind.exclusiveMaximum),
     placeholder:
       schema.default === null || schema.default === undefined ? "default" : toText(schema.default),
     input: () => {
-      const { value, problem } = parseValue(input.value, kinds, input.validity.badInput);
+      const text = isNumber ? input.value.replace(",", ".") : input.value;
+      const { value, problem } = parseValue(text, kinds, input.validity.badInput);
       setText(error, problem);
       input.toggleAttribute("aria-invalid", Boolean(problem));
       if (!problem) set(value);

@@ -1,13 +1,7 @@
 // State and decoding: what has to be kept of a text to compute its next word.
 
-const WORDS = [
-  [0.43, 0.15, 0.89],
-  [0.55, 0.87, 0.66],
-  [0.57, 0.85, 0.64],
-  [0.22, 0.58, 0.33],
-  [0.77, 0.25, 0.1],
-  [0.05, 0.8, 0.55],
-];
+import { WORDS } from "./six_words.js";
+
 const HALF = Math.log(0.5);
 const FORGETTING = [
   { name: "words", role: "query, key, value", tensor: WORDS },

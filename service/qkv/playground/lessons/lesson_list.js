@@ -12,9 +12,20 @@ import { attention } from "./attention.js";
 import { causal } from "./causal.js";
 import { decoding } from "./decoding.js";
 import { gradients } from "./gradients.js";
+import { heads } from "./heads.js";
 import { linear } from "./linear.js";
+import { positions } from "./positions.js";
 
-export const LESSONS = [attention, causal, linear, approximations, gradients, decoding];
+export const LESSONS = [
+  attention,
+  heads,
+  positions,
+  causal,
+  linear,
+  approximations,
+  gradients,
+  decoding,
+];
 
 /** Returns a stop of a lesson, counted from 1; undefined if there is none. */
 export const findStop = ({ id, stop }) => findLesson(id)?.stops[stop - 1];

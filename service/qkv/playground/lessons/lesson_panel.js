@@ -1,6 +1,7 @@
 // The lessons: their list at the top of the page, and the text of the stop that the page shows.
 
 import { findById, h } from "../dom.js";
+import { typeset } from "../typeset.js";
 import { findPlace, LESSONS } from "./lesson_list.js";
 
 const MARK = "looked-at";
@@ -59,6 +60,8 @@ export function createLessonPanel(state, { onStop, onClose, onMeasure }) {
   return {
     /** Shows the text of a stop; null shows no lesson. */
     show,
+    /** Brings the section of the stop into view again, in another layout. */
+    bringBack: () => shown && keepInView(shown.content),
     /** Brings the section of a new stop into view: called when the page has drawn its state. */
     arrive: () => {
       if (!isNew) return;
@@ -124,7 +127,7 @@ function fillParts(parts, { lesson, stop, content, before, after }) {
   const isLast = stop === lesson.stops.length;
   parts.title.textContent = lesson.title;
   parts.place.textContent = `${stop} of ${lesson.stops.length}`;
-  parts.text.textContent = content.text;
+  parts.text.replaceChildren(...typeset(content.text));
   parts.back.disabled = !before;
   parts.next.textContent = !isLast ? "Next" : after ? "Next lesson" : "Close";
 }

@@ -1,6 +1,7 @@
 // Shows the formula of a variant; each of its symbols is a button that points to a step.
 
 import { h } from "../dom.js";
+import { typeset } from "../typeset.js";
 
 /**
  * Splits a formula at the symbols of steps. A character belongs to the shortest symbol around it.
@@ -43,7 +44,7 @@ export function showFormula(root, formula, steps, { onPoint, onChoose }) {
   const { parts, ranges } = splitFormula(formula, steps);
   const seen = new Set();
   const elements = parts.map(({ text, name }) => {
-    if (!name) return text.trim() ? h("span", {}, text) : document.createTextNode(text);
+    if (!name) return text.trim() ? h("span", {}, ...typeset(text)) : document.createTextNode(text);
     const events = {
       pointerenter: () => onPoint(name),
       pointerleave: () => onPoint(null),
@@ -51,11 +52,16 @@ export function showFormula(root, formula, steps, { onPoint, onChoose }) {
       blur: () => onPoint(null),
       click: () => onChoose(name),
     };
-    if (seen.has(name)) return h("span", { class: "symbol", ...events }, text);
+    const nodes = typeset(text);
+    if (seen.has(name)) return h("span", { class: "symbol", ...events }, ...nodes);
     seen.add(name);
     const { symbol } = steps.find((one) => one.name === name);
     const label = `${text}: step ${name}, ${symbol}`;
-    return h("button", { type: "button", class: "symbol", "aria-label": label, ...events }, text);
+    return h(
+      "button",
+      { type: "button", class: "symbol", "aria-label": label, ...events },
+      ...nodes,
+    );
   });
   root.replaceChildren(...elements);
   return (name) => {

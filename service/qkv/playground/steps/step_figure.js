@@ -3,6 +3,7 @@
 
 import { formatNumber, h } from "../dom.js";
 import { isDark } from "../theme.js";
+import { typeset } from "../typeset.js";
 import { createShades, isLight } from "../weights/colors.js";
 import { drawPicture } from "./step_picture.js";
 import { sliceStep } from "./step_slices.js";
@@ -24,7 +25,7 @@ export function createStepFigure(step, number, { onPoint, onRow }) {
   const title = h("h3", { id }, h("span", { class: "number" }, `${number} `), step.name);
   const symbol = step.symbol && createSymbol(step.symbol);
   const heading = h("div", { class: "step-title" }, title, ...(symbol ? [symbol] : []));
-  const caption = h("figcaption", { class: "hint" }, step.summary);
+  const caption = h("figcaption", { class: "hint" }, ...typeset(step.summary));
   const picture = h("div", { class: "picture" });
   const area = { class: "scroll", tabindex: "0", role: "region", "aria-labelledby": id };
   const numbers = h("div", area);
@@ -79,7 +80,7 @@ export function createStepFigure(step, number, { onPoint, onRow }) {
   return { element, name: step.name, draw };
 }
 
-const createSymbol = (text) => h("code", { class: "symbol" }, text);
+const createSymbol = (text) => h("code", { class: "symbol" }, ...typeset(text));
 
 const rowAt = ({ offsetY, target }, { rows }) =>
   Math.min(Math.max(Math.floor((rows * offsetY) / target.clientHeight), 0), rows - 1);

@@ -56,11 +56,14 @@ export function weightsMatrix(view, head, labels) {
     title: `Weights of ${describeRun(request)}${headNote}`,
     tensors: tensorsOf(view),
     label: `Weights of ${request.variant.variant}${headNote}: ${request.rows} queries by ${request.cols} keys${poolingNote}.`,
-    rowBars: {
-      values: entropy,
-      label: "entropy",
-      max: Math.max(Math.log(request.cols), largestSize(entropy)),
-    },
+    rowBars:
+      view.kind === "signed"
+        ? null
+        : {
+            values: entropy,
+            label: "entropy",
+            max: Math.max(Math.log(request.cols), largestSize(entropy)),
+          },
     colBars: { values: received, label: "mass each key receives", max: largestSize(received) },
   };
 }

@@ -47,7 +47,7 @@ function createHidden({ variant, body, inputs, rows, cols, bins }, weights, head
   const lengths = inputs.key_lengths && toNumbers(inputs.key_lengths);
   const length = lengths ? lengths[lengths.length > 1 ? place[0] : 0] : cols;
   const isHiddenByMask = bins === null && inputs.mask ? readMask(inputs.mask, place) : () => false;
-  const isCausal = parameter("causal") === true;
+  const isCausal = "causal" in properties ? parameter("causal") : "state.version" in variant.inputs;
   const [left, right] = parameter("window") ?? [null, null];
   if (!isCausal && left === null && right === null && !lengths && !inputs.mask) return null;
   const offset = parameter("query_offset") ?? 0;

@@ -77,6 +77,8 @@ export function createRowPanel(root, onSelect) {
     const nanCount = weights.filter(Number.isNaN).length;
     const formatFact = (value, unit = "") =>
       nanCount || value === undefined ? "–" : `${formatNumber(value, 3)}${unit}`;
+    table.classList.toggle("signed", values.isSigned);
+    facts.hidden = values.isSigned;
     facts.replaceChildren(
       createFact("Entropy", formatFact(entropy, " nats")),
       createFact("Effective keys", formatFact(effectiveKeys)),
@@ -115,16 +117,16 @@ const createFact = (name, value) => h("div", {}, h("dt", {}, createTerm(name)), 
 
 const clamp = (value, max) => Math.min(Math.max(Math.round(value) || 0, 0), max);
 
-/** Returns the keys of a row as a table to save, the largest weights first. */
-function listKeys({ weights, colName }, count = weights.length) {
+/** Returns the keys of a row as a table to save, the largest weights first. Signed ones have no share. */
+function listKeys({ weights, colName, isSigned }, count = weights.length) {
   const sorted = sortByWeight(weights);
   const total = sorted.reduce((sum, { size }) => sum + size, 0);
   let sum = 0;
   const rows = sorted.slice(0, count).map(({ col, weight, size }) => {
     sum += size;
-    return [colName(col), weight, total ? sum / total : null];
+    return [colName(col), weight, ...(isSigned ? [] : [total ? sum / total : null])];
   });
-  return { headings: ["key", "weight", "cumulative share"], rows };
+  return { headings: ["key", "weight", ...(isSigned ? [] : ["cumulative share"])], rows };
 }
 
 /** Sorts the keys by the size of their weights. */
