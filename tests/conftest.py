@@ -27,6 +27,7 @@ from support.examples import load_profile
 from support.javascript import modules as modules
 from support.processes import Process, killed_at_the_end, running_command
 from support.quick_tests import PARTS, part_of
+from support.rare_tests import RareTests
 from support.ray_replicas import cluster as cluster
 from support.ray_replicas import end_ray
 from support.ray_replicas import ray_url as ray_url
@@ -59,6 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options that `make test`, `make test-rest` and `.ci/run` use."""
     parser.addoption("--part", choices=PARTS, help="run only this part of the tests")
     parser.addoption("--only-skip", help="fail if a test without this marker is skipped")
+    parser.addoption(
+        "--rare-days", type=int, help="leave rare tests that no commit of these days concerns"
+    )
     parser.addoption("--times", type=Path, help="write the seconds of each test to this JSON file")
 
 
@@ -67,6 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # In processes that tests start, two threads of torch that wait for each other by spinning take
     # 12 s of CPU time instead of 3, beside another process of tests on two cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if days := config.getoption("rare_days"):  # in the processes of xdist too: they collect
+        config.pluginmanager.register(RareTests(days))
     if not hasattr(config, "workerinput"):
         if marker := config.getoption("only_skip"):
             config.pluginmanager.register(OnlySkips(marker))
