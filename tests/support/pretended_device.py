@@ -14,12 +14,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_flatten, tree_map
 
 from qkv.engine.device.accelerator import Accelerator
 from qkv.engine.device.cpu import CpuDevice
@@ -118,8 +118,8 @@ class PretendedTensor(Tensor):
         cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # in inference mode, operations made of others are not taken apart before this call
-        result = operation.decompose(*args, **(kwargs or {}))
-        return _call(operation, *args, **(kwargs or {})) if result is NotImplemented else result
+        run = operation.decompose if _is_made_of_others(operation) else partial(_call, operation)
+        return run(*args, **(kwargs or {}))
 
     def tolist(self) -> Any:
         """Reads all numbers."""
@@ -127,23 +127,48 @@ class PretendedTensor(Tensor):
         return self.numbers.tolist()
 
 
+@cache
+def _is_made_of_others(operation: Any) -> bool:
+    return bool(operation._can_decompose())
+
+
 def _call(operation: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs an operation on the inner tensors."""
     faults.count_operation()
     name = operation.name().partition(".")[0]
-    values, _ = tree_flatten((args, kwargs))
-    ours = [value for value in values if isinstance(value, PretendedTensor)]
-    theirs = [v for v in values if isinstance(v, Tensor) and not isinstance(v, PretendedTensor)]
+    ours: list[PretendedTensor] = []
+    theirs: list[Tensor] = []
+
+    def to_inner(value: Any) -> Any:
+        if isinstance(value, PretendedTensor):
+            ours.append(value)
+            return value.numbers
+        if isinstance(value, Tensor):
+            theirs.append(value)
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    inner_args, inner_kwargs = _map(to_inner, args), _map(to_inner, kwargs)
     target = _target(name, args, kwargs)
     is_to_host = name in _COPIES and target[0] == "cpu"
     _record(name, ours, theirs, target)
-    inner_args, inner_kwargs = tree_map(_to_inner, (args, kwargs))
     inner_kwargs.pop("pin_memory", None)
     result = operation(*inner_args, **inner_kwargs)
     if is_to_host:
         return result.clone() if name == "aten::_to_copy" else result
     known = {id(tensor.numbers): tensor for tensor in ours}  # an operation may return its argument
-    return tree_map(lambda value: _to_outer(value, known, ours), result)
+    return _map(lambda value: _to_outer(value, known, ours), result)
+
+
+def _map(function: Callable[[Any], Any], values: Any) -> Any:
+    """Applies a function to all that tuples, lists and dictionaries contain.
+
+    torch's own `tree_map` took half of the time of an operation.
+    """
+    if isinstance(values, tuple | list):
+        return type(values)([_map(function, value) for value in values])
+    if isinstance(values, dict):
+        return {name: _map(function, value) for name, value in values.items()}
+    return function(values)
 
 
 def _record_sync(why: str) -> None:
@@ -177,12 +202,6 @@ def _target(name: str, args: Any, kwargs: Any) -> tuple[str, bool]:
         return ("pretended" if isinstance(written, PretendedTensor) else "cpu"), waits
     device = kwargs.get("device")
     return ("pretended" if device is None else torch.device(device).type), waits
-
-
-def _to_inner(value: Any) -> Any:
-    if isinstance(value, PretendedTensor):
-        return value.numbers
-    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _to_outer(value: Any, known: dict[int, PretendedTensor], ours: list[PretendedTensor]) -> Any:
