@@ -55,7 +55,9 @@ class Installed:
     def install(self, *words: str) -> None:
         """Installs packages into the environment."""
         # The environment has no pip of its own; the pip of this one saves the time to install it.
-        python("pip", "--python", str(self.bin / "python"), "install", "-q", *words)
+        # Python compiles what it imports; pip would compile all files.
+        options = ("-q", "--no-compile")
+        python("pip", "--python", str(self.bin / "python"), "install", *options, *words)
 
     def link_torch(self) -> None:
         """Links the torch of this environment, which `make` has installed by the same command.
