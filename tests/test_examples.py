@@ -18,6 +18,25 @@ from support.paths import ROOT
 
 FOLDER = ROOT / "examples"
 NAMES = ("which-heads", "oracle", "seeds", "checkpoint", "decoding", "lessons")
+MARKS = {
+    "seeds": pytest.mark.representative,
+    "oracle": pytest.mark.rare(
+        "examples/oracle.ipynb",
+        "examples/execute.py",
+        "service/qkv/testing",
+        "service/qkv/attention/variants/softmax.py",
+    ),
+    "which-heads": pytest.mark.rare(
+        "examples/which-heads.ipynb",
+        "examples/sentences.txt",
+        "examples/execute.py",
+        "service/qkv/models",
+        "service/qkv/jobs/measure",
+    ),
+    "decoding": pytest.mark.rare(
+        "examples/decoding.ipynb", "examples/execute.py", "service/qkv/jobs/measure"
+    ),
+}
 MAX_BYTES = 400_000
 SENTENCES = (FOLDER / "sentences.txt").read_text().splitlines()
 PAIRS = 16
@@ -48,7 +67,7 @@ def rows_of(name: str, header: str) -> list[list[str]]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.representative if n == "seeds" else ()) for n in NAMES],
+    [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES],
 )
 def test_notebook_runs_and_gives_its_stored_outputs(name: str) -> None:
     """Digits may differ between processors. Errors of cells are raised."""

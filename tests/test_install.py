@@ -330,6 +330,7 @@ def test_base_install_compares_and_sweeps_but_does_not_plot(
     assert "pip install '.[plot]'" in done.stderr
 
 
+@pytest.mark.rare("Makefile", "service/qkv/client/figures", "service/qkv/cli")
 def test_plot_extra_plots_a_sweep(installed: Installed, url: str, tmp_path: Path) -> None:
     plot = installed.extended("plot")
     target = tmp_path / "sweep.svg"
@@ -339,6 +340,13 @@ def test_plot_extra_plots_a_sweep(installed: Installed, url: str, tmp_path: Path
     assert "<svg" in target.read_text()
 
 
+@pytest.mark.rare(
+    "Makefile",
+    "Dockerfile",
+    "service/qkv_pytest.py",
+    "service/qkv/server/startup.py",
+    "service/qkv/telemetry/tracing.py",
+)
 def test_server_and_tracing_extras_run_a_service(installed: Installed, tmp_path: Path) -> None:
     server = installed.extended("server")
     done = server.run("python", "-c", "import torch; print(torch.__version__)")

@@ -6,6 +6,7 @@ import loaded_layer_cost
 import pytest
 
 
+@pytest.mark.rare("bench")
 @pytest.mark.slow
 def test_every_row_is_measured() -> None:
     table = loaded_layer_cost.measure(0.2)

@@ -20,6 +20,7 @@ NAMES: Final = [name for name in variants() if name in plain_torch.PLAIN_TORCH]
 CAUSAL: Final = [n for n in NAMES if "causal" in variants()[n].parameters.model_fields]
 
 
+@pytest.mark.rare("bench", "service/qkv/attention/variants")
 @pytest.mark.slow
 def test_contenders_equal_the_reference() -> None:
     """For more than two chunks. The command repeats this check before it measures."""

@@ -39,6 +39,7 @@ def assert_no_violation(page: Page, context: str | None = None) -> None:
         assert problems(page, context) == [], look
 
 
+@pytest.mark.rare("service/qkv/playground", "tests/support/accessibility.py")
 def test_page_has_no_axe_violation_and_no_overflow(open_page: Open, server: Server) -> None:
     """All of the page is read with all its sections open, then the parts that a state adds.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import pytest
 from playwright.sync_api import Page, Route, expect
 
 from support.accessibility import overflow, problems
@@ -47,6 +48,7 @@ def check_gradients(page: Page) -> None:
         np.testing.assert_array_equal(shown[:, 0] == 0, shown[:, 1] == 0)  # a blank cell is 0
 
 
+@pytest.mark.rare("service/qkv/playground", "service/qkv/attention", "service/qkv/jobs/measure")
 def test_each_stop_shows_its_section_and_every_number_of_its_text(
     open_page: Open, server: Server, modules: Modules
 ) -> None:

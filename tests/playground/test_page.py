@@ -87,6 +87,7 @@ def non_default(schema: dict[str, Any]) -> Any:
     raise AssertionError(schema)
 
 
+@pytest.mark.rare("service/qkv/playground", "service/qkv/attention/variants")
 def test_each_parameter_control_changes_the_request(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     opened.expect_status(422)  # some values are valid only together with others

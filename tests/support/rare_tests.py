@@ -35,7 +35,14 @@ class RareTests:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Leaves the tests."""
+        """Leaves the tests.
+
+        Raises:
+            pytest.UsageError: a mark names a path that does not exist: no commit changes it.
+        """
+        named = {path for item in items for path in _named_paths(item)}
+        if missing := [path for path in sorted(named) if not (self._root / path).exists()]:
+            raise pytest.UsageError(f"rare names no path: got {missing}, expected files or folders")
         left = [item for item in items if not self._is_run(item)]
         self._left = {item.nodeid: " ".join(self._paths_of(item)) for item in left}
         config.hook.pytest_deselected(items=left)
@@ -56,8 +63,7 @@ class RareTests:
             terminalreporter.write_line(f"{test}: {paths}")
 
     def _paths_of(self, item: pytest.Item) -> list[str]:
-        paths = [path for mark in item.iter_markers("rare") for path in mark.args]
-        return [*paths, item.path.relative_to(self._root).as_posix(), *PACKAGES]
+        return [*_named_paths(item), item.path.relative_to(self._root).as_posix(), *PACKAGES]
 
     def _is_run(self, item: pytest.Item) -> bool:
         if self._changed is None or item.get_closest_marker("rare") is None:
@@ -67,6 +73,10 @@ class RareTests:
             for path in self._paths_of(item)
             for file in self._changed
         )
+
+
+def _named_paths(item: pytest.Item) -> list[str]:
+    return [path for mark in item.iter_markers("rare") for path in mark.args]
 
 
 def changed_files(root: Path, days: int) -> set[str] | None:

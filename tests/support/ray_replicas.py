@@ -23,6 +23,15 @@ _running = contextlib.ExitStack()
 _deployed: dict[RayCluster, Any] = {}
 _clusters: list[RayCluster] = []
 
+rare_of_ray: Final = pytest.mark.rare(
+    "service/qkv/server/ray_serve",
+    "deploy/ray",
+    "tests/support/haproxy_cluster.py",
+    "tests/support/ray_cluster.py",
+    "tests/support/ray_replicas.py",
+)
+"""The mark of slow tests of replicas and their proxies."""
+
 
 @pytest.fixture(scope="module")
 def cluster(_clean_environment: None) -> RayCluster:

@@ -50,6 +50,11 @@ def test_rare_test_runs_if_a_commit_of_the_last_days_concerns_it(
         return passed == 2
 
     (root / "test_it.py").write_text(TESTS)
+    with pytest.raises(KeyError):  # no test has run, because the paths do not exist
+        is_run()
+    (root / "deploy").mkdir()
+    (root / "bench").mkdir()
+    (root / "bench/clusters.py").touch()
     assert is_run()  # there is no repository
     git("init", "-q", "-b", "main")
     assert is_run()  # nor a commit

@@ -151,6 +151,7 @@ def assert_few_numbered(names: list[str]) -> None:
     assert sum(name[-1].isdigit() for name in names) <= MOST_NUMBERED
 
 
+@pytest.mark.rare("service/qkv/api", "service/qkv/wire")
 def test_openapi_python_client_makes_every_operation(
     server: Server, folder: Path, python_generators: Path
 ) -> None:
@@ -187,6 +188,7 @@ def test_datamodel_code_generator_makes_named_classes(
     assert printed == "refused\nrefused\nrefused\nsoftmax cpu\n"
 
 
+@pytest.mark.rare("service/qkv/api", "service/qkv/wire")
 def test_openapi_typescript_checks_tensors(server: Server, folder: Path, node_folder: Path) -> None:
     programs = node_folder / "node_modules/.bin"
     run(node_folder, programs / "openapi-typescript", folder / "openapi.json", "-o", "api.d.ts")

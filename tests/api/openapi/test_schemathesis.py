@@ -1,9 +1,10 @@
 """Runs every check of schemathesis against the OpenAPI document and the service.
 
 SCHEMATHESIS_EXAMPLES is the number of random bodies for each operation. By default it is 3, and one
-operation of runs and one of gradients are checked: the others have the same parts, such as the
-2,000 wrong spellings of a tensor. They differ in what the other test sends, and in what
-`test_document.py` compares. By hand, with all operations:
+operation of runs and one of gradients are checked, those with the fewest inputs: the others have
+the same parts, such as the 2,000 wrong spellings of a tensor. They differ in what the other test
+sends, and in what `test_document.py` compares. A comparison has all inputs, layers and parameters,
+half of all bodies, and is rare. By hand, with all operations:
 
     SCHEMATHESIS_EXAMPLES=300 make test-all ARGS=tests/api/openapi/test_schemathesis.py
 """
@@ -26,7 +27,12 @@ from support.paths import ROOT
 from support.service import Server
 
 EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", "")
-OTHER_VARIANTS = r"^/v1/(attention/(?!softmax$)|gradients/(?!linear_layer$))"
+COMPARE = r"^/v1/compare$"
+OTHER_VARIANTS = r"^/v1/(attention/(?!mean$)|gradients/(?!linear_layer$))"
+OPERATIONS = {
+    "most": ("--exclude-path-regex", f"{COMPARE}|{OTHER_VARIANTS}"),
+    "compare": ("--include-path-regex", COMPARE),
+}
 PATHS = [
     f"/v1/{what}/{name}"
     for what in ("attention", "gradients")
@@ -37,7 +43,16 @@ PATHS = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # a run by hand may take long
-def test_every_check_of_schemathesis_passes(serve: Callable[..., Server], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "operations",
+    [
+        "most",
+        pytest.param("compare", marks=pytest.mark.rare("service/qkv/api", "service/qkv/wire")),
+    ],
+)
+def test_every_check_of_schemathesis_passes(
+    serve: Callable[..., Server], tmp_path: Path, operations: str
+) -> None:
     """Checks examples, boundaries, random bodies and sequences of requests, valid and invalid."""
     served = serve()
     led = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -45,7 +60,7 @@ def test_every_check_of_schemathesis_passes(serve: Callable[..., Server], tmp_pa
         [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json"),
             *("--max-examples", EXAMPLES or "3", "--generation-deterministic", "--no-color"),
-            *(() if EXAMPLES else ("--exclude-path-regex", OTHER_VARIANTS)),
+            *(() if EXAMPLES else OPERATIONS[operations]),
         ],
         cwd=tmp_path,  # it writes files
         env=os.environ | {"SCHEMATHESIS_HOOKS": "support.schemathesis_hooks", "PYTHONPATH": led},

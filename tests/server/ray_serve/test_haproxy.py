@@ -29,7 +29,7 @@ from support.haproxy_cluster import running_haproxy
 from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import PATH
 from support.ray_cluster import RayCluster
-from support.ray_replicas import kill, replica_actors
+from support.ray_replicas import kill, rare_of_ray, replica_actors
 from support.triton_client import infer_inputs, raises_inference_error, random_inputs
 
 CONFIG = Path(__file__).parents[3] / "deploy" / "ray" / "config.yaml"
@@ -74,6 +74,7 @@ def test_application_has_no_router_of_its_own_with_haproxy(monkeypatch: pytest.M
     assert not has_own_router()
 
 
+@rare_of_ray
 @pytest.mark.slow
 def test_clients_are_answered_through_haproxy(haproxy: RayCluster) -> None:
     inputs, large = numbers(), np.ones((8, 8, 128, 64), np.float32)  # 6 MiB
@@ -125,6 +126,7 @@ def test_body_that_is_too_large_is_rejected_before_it_is_sent(haproxy: RayCluste
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
 
 
+@rare_of_ray
 @pytest.mark.slow
 def test_no_call_fails_while_replicas_die_and_stop(haproxy: RayCluster) -> None:
     stop, counts = threading.Event(), [0] * 4

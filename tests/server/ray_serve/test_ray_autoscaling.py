@@ -13,7 +13,7 @@ from qkv import Client
 from qkv.server.ray_serve import Replica
 from qkv.server.ray_serve.autoscaling_policy import QueuedWorkPolicy
 from support.processes import wait_until
-from support.ray_replicas import delete_replicas, replica_states
+from support.ray_replicas import delete_replicas, rare_of_ray, replica_states
 
 if TYPE_CHECKING:
     from support.ray_cluster import RayCluster
@@ -80,6 +80,7 @@ class Load:
             ended.result()
 
 
+@rare_of_ray
 @pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 def test_few_long_requests_add_replicas_and_their_end_removes_them(cluster: RayCluster) -> None:
     delete_replicas(cluster)

@@ -20,7 +20,7 @@ from qkv.server.ray_serve import Replica
 from support.clients import exact_softmax, numbers
 from support.paths import ROOT
 from support.processes import wait_until
-from support.ray_replicas import delete_replicas
+from support.ray_replicas import delete_replicas, rare_of_ray
 
 if TYPE_CHECKING:
     from support.ray_cluster import RayCluster
@@ -44,6 +44,7 @@ def wait_for_status(cluster: RayCluster, name: str, status: str) -> None:
     wait_until(has_status)
 
 
+@rare_of_ray
 def test_configuration_is_deployed_beside_one_that_is_wrong(
     cluster: RayCluster, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from ray._private.ray_constants import PROMETHEUS_SERVICE_DISCOVERY_FILE
 from qkv import Client
 from support.clients import numbers
 from support.processes import wait_until
-from support.ray_replicas import replica_actors, run_replicas
+from support.ray_replicas import rare_of_ray, replica_actors, run_replicas
 
 if TYPE_CHECKING:
     from support.ray_cluster import RayCluster
@@ -31,6 +31,7 @@ def discovered_samples(cluster: RayCluster, name: str) -> Iterator[tuple[dict[st
             yield dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)
 
 
+@rare_of_ray
 def test_prometheus_finds_the_requests_of_every_replica(cluster: RayCluster) -> None:
     run_replicas(cluster, 2)
     wait_until(lambda: len(replica_actors()) == 2)

@@ -15,6 +15,7 @@ from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import encode_body, encode_request, random_inputs
 from support.ray_replicas import (
     kill,
+    rare_of_ray,
     replica_actors,
     replica_states,
     request_in_progress,
@@ -40,6 +41,7 @@ def test_request_of_a_replica_that_dies_gets_500_without_a_problem(
     assert httpx.get(f"{ray_url}/readyz", timeout=TIMEOUT_S).status_code == 200
 
 
+@rare_of_ray
 def test_no_call_fails_while_replicas_start_die_and_stop(ray_url: str, cluster: RayCluster) -> None:
     inputs = numbers()
     expected = exact_softmax(**inputs)
