@@ -157,7 +157,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
     complaints = [(watched.page.url, watched.unexpected()) for _, watched in opened]
     for context, _ in opened:
         context.close()
-    assert not [pair for pair in complaints if pair[1]]
+    assert not [pair for pair in complaints if pair[1]], complaints
 
 
 def watch(watched: WatchedPage, host: str) -> None:
