@@ -201,7 +201,7 @@ def test_api_link_shows_the_document_with_the_key_of_the_tab(
         page.get_by_role("button", name="Use key").click()
     wait_until_drawn(opened)
     page.get_by_role("link", name="API", exact=True).click()
-    operation = page.locator("#operations-attention-attend_softmax")
+    operation = page.locator("#operations-catalogue-list_variants")  # it needs a key too
     expect(operation).to_be_visible()
     operation.click()
     operation.get_by_role("button", name="Try it out").click()
