@@ -6,7 +6,6 @@ import loaded_layer_cost
 import pytest
 
 
-@pytest.mark.rare("bench")
 @pytest.mark.slow
 def test_every_row_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded_layer_cost, "BURSTS", 2)

@@ -54,7 +54,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_engine, "CALLS", 2)
 
 
-@pytest.mark.rare("bench", "service/qkv/attention/variants")
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_bits_of_every_variant_kind_and_dtype_are_compared() -> None:
