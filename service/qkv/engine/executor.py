@@ -368,15 +368,30 @@ def _split(
     outputs: list[dict[str, RawTensor]] = [{} for _ in jobs]
     for name, whole in tensors.items():
         dtype, _ = jobs[0].plan.output_specs[name]
+        counts = sizes
+        if (spec := jobs[0].plan.variant.inputs.get(name)) is not None and spec.broadcasts:
+            parts = _mask_gradients(jobs, sizes, name, whole)
+            whole, counts = torch.cat(parts), [len(part) for part in parts]
         data = _bytes_in(whole, dtype)
-        item_bytes, first = data.nbytes // sum(sizes), 0
-        for job, size, job_outputs in zip(jobs, sizes, outputs, strict=True):
+        item_bytes, first = data.nbytes // sum(counts), 0
+        for job, size, job_outputs in zip(jobs, counts, outputs, strict=True):
             _, shape = job.plan.output_specs[name]
             # a single job's tensor may have no axis B
             last = first + item_bytes * size if len(jobs) > 1 else data.nbytes
             job_outputs[name] = RawTensor(dtype, shape, data[first:last])
             first = last
     return outputs
+
+
+def _mask_gradients(
+    jobs: Sequence[Job], sizes: Sequence[int], name: str, whole: Tensor
+) -> list[Tensor]:
+    """Returns the gradient of each job's mask: a sum over its items where all share one mask."""
+    parts = whole.split(list(sizes))
+    return [
+        part.sum(0, keepdim=True) if job.plan.inputs.shapes[name][0] == 1 else part
+        for job, part in zip(jobs, parts, strict=True)
+    ]
 
 
 _TORCH: Final = {
