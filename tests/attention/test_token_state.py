@@ -18,15 +18,15 @@ from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from qkv.tensors import DTYPES, FLOATING, RawTensor
 from qkv.wire.message import Message
-from support.batch_jobs import LIMITS
+from support.drawn_requests import GATES
 from support.each import each
+from support.engines import LIMITS
 from support.examples import examples
 from support.pretended_device import PretendedDevice, counts
 from support.seen_weights import largest_weights
 from support.state_requests import (
     BOTH,
     CASES,
-    GATES,
     Arrays,
     Case,
     as_arguments,

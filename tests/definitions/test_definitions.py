@@ -16,13 +16,13 @@ from definitions.linformer import projection
 from qkv.attention.catalogue import variants
 from qkv.attention.step import STEPS
 from qkv.attention.variant import Variant
+from support.drawn_requests import requests
 from support.each import each
 from support.examples import examples
 from support.paths import ROOT
 from support.state_requests import BOTH, CASES, run, state_of, tokens
-from support.variant_bounds import bounds_of, is_near
-from support.variant_calls import VARIANTS, with_padding
-from support.variant_draws import calls
+from support.variant_bounds import is_near
+from support.variant_calls import VARIANTS
 
 EPS: Final = float(np.finfo(np.float64).eps)
 _PROJECTIONS: Final = ("key_projection_RN", "value_projection_RN")
@@ -62,12 +62,10 @@ def defined(variant: Variant, call: dict[str, Any]) -> Any:
 def test_attend_and_steps_are_the_definition(name: str, data: st.DataObject) -> None:
     """Draws every dtype and parameter, masks, and lengths with garbage in the padding."""
     variant = VARIANTS[name]
-    call: dict[str, Any] = data.draw(calls(variant))
-    arguments = {i.argument for i in variant.inputs.values()}
+    request = data.draw(requests(variant))
+    call = request.arguments()
     truth = defined(variant, call)
-    tensors = {n: x for n, x in call.items() if n in arguments}
-    parameters = {n: x for n, x in call.items() if n not in arguments}
-    bounds = bounds_of(name, with_padding(name, tensors, 0.0), parameters, truth)
+    bounds = request.bounds(truth)
     found = variant.attend(**call, outputs=frozenset(variant.outputs))
     for n in bounds:
         assert is_near(getattr(found, n), getattr(truth, n), bounds[n]), n

@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qkv.attention.variants import softmax
 from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
+from support.drawn_requests import Request, requests
 from support.engines import EngineRunner, bits, job_of, plain
 from support.examples import examples
-from support.references import reference_of
-from support.softmax_requests import Request, requests
-from support.tolerances import assert_within, bounds
+from support.tolerances import assert_within
+from support.variant_calls import VARIANTS
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +38,31 @@ def stacked() -> Iterator[EngineRunner]:
     bench.close()
 
 
-def job_from(request: Request, outputs: Sequence[str], rank: int = 4) -> Job:
-    """Returns the job of a drawn request, with tensors of `rank` axes."""
-    query, key, value, mask, lengths = request.tensors()
+def job_from(
+    request: Request, outputs: Sequence[str], rank: int = 4, like: Job | None = None
+) -> Job:
+    """Returns the job of a drawn request, with tensors of `rank` axes.
+
+    It shares the tensors without axis B with the job that it is like, so that their batch keys are
+    equal.
+    """
     axes = {4: (), 3: (1,), 2: (0, 0)}[rank]
+    sent = request.named_tensors()
+    for name in sent.keys() & {"query", "key", "value", "mask"}:
+        for axis in axes:
+            sent[name] = sent[name].squeeze(axis)
+    job = job_of(sent, outputs, **request.parameters)
+    shared = {n: x for n, x in like.tensors.items() if not job.plan.has_batch(n)} if like else {}
+    return Job(job.plan, {**job.tensors, **shared}, job.layer)
 
-    def dropped(tensor: Tensor | None) -> Tensor | None:
-        for axis in axes if tensor is not None else ():
-            assert tensor is not None
-            tensor = tensor.squeeze(axis)
-        return tensor
 
-    tensors = {"query": query, "key": key, "value": value, "mask": mask}
-    sent = {name: dropped(t) for name, t in tensors.items()} | {"key_lengths": lengths}
-    return job_of(sent, outputs, **request.parameters)
+def jobs_from(
+    requests: Sequence[Request], outputs: Sequence[str], ranks: Sequence[int]
+) -> list[Job]:
+    """Returns jobs with equal batch keys."""
+    first = job_from(requests[0], outputs, ranks[0])
+    others = zip(requests[1:], ranks[1:], strict=True)
+    return [first, *(job_from(request, outputs, rank, first) for request, rank in others)]
 
 
 def tensor_of(raw: RawTensor) -> Tensor:
@@ -61,21 +71,19 @@ def tensor_of(raw: RawTensor) -> Tensor:
     return torch.from_numpy(array.astype(np.float32) if raw.dtype == "bfloat16" else array.copy())
 
 
+SOFTMAX: Final = requests(VARIANTS["softmax"])
 OUTPUTS: Final = (("output",), ("output", "weights"), ("weights",), ("output", "weights", "scores"))
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[list[Request], tuple[str, ...]]:
     """Draws requests with equal batch keys, but other numbers, batch sizes and key lengths."""
-    first = draw(requests())
+    first = draw(SOFTMAX)
     group = []
     for _ in range(draw(st.integers(2, 4))):
-        B, lengths = draw(st.integers(1, 4)), None
-        if first.key_lengths is not None:
-            of = st.integers(0, first.S)
-            lengths = tuple(draw(st.lists(of, min_size=B, max_size=B)))
+        sizes = {**first.sizes, "B": draw(st.integers(1, 4))}
         seed = draw(st.integers(0, 2**32 - 1))
-        group.append(replace(first, B=B, key_lengths=lengths, seed=seed))
+        group.append(replace(first, sizes=sizes, item_seed=seed))
     return group, draw(st.sampled_from(OUTPUTS))
 
 
@@ -91,12 +99,13 @@ def test_same_bits_alone_and_in_a_batch(
 ) -> None:
     """Draws shapes, dtypes, parameters and order; jobs with other batch keys are in between."""
     members, outputs = group
-    jobs = []
+    ranks = []
     for request in members:
-        ranks = [4]
-        if request.G * request.K == 1:
-            ranks += [3] + [2] * (request.B == 1)
-        jobs.append(job_from(request, outputs, random.choice(ranks)))
+        possible = [4]
+        if request.sizes["H"] == 1:
+            possible += [3] + [2] * (request.sizes["B"] == 1)
+        ranks.append(random.choice(possible))
+    jobs = jobs_from(members, outputs, ranks)
     assert len({job.batch_key for job in jobs}) == 1
     others = [plain(seed) for seed in range(2)]
     order = random.sample(range(len(jobs) + 2), len(jobs) + 2)
@@ -172,7 +181,7 @@ def at(job: Job, offsets: Mapping[str, int], writeable: bool = True) -> Job:
 
 
 @examples(80)
-@given(requests(), st.lists(st.integers(0, 63), min_size=5, max_size=5), st.booleans())
+@given(SOFTMAX, st.lists(st.integers(0, 63), min_size=7, max_size=7), st.booleans())
 def test_bits_do_not_depend_on_buffer_alignment(
     runner: EngineRunner, request: Request, offsets: list[int], writeable: bool
 ) -> None:
@@ -203,7 +212,7 @@ def test_bits_do_not_depend_on_alignment_of_larger_buffers(
 
 
 @examples(50)
-@given(requests())
+@given(SOFTMAX)
 def test_inputs_are_never_written_to(runner: EngineRunner, request: Request) -> None:
     """Inputs are views of the request's buffers."""
     job = job_from(request, ("output", "weights", "scores"))
@@ -224,16 +233,15 @@ def test_stacked_jobs_match_the_reference(
 ) -> None:
     """Compares with the reference within rounding, with masks, key lengths and dropout."""
     members, _ = group
-    jobs = [job_from(request, ("output", "weights", "scores")) for request in members]
+    jobs = jobs_from(members, ("output", "weights", "scores"), [4] * len(members))
     found, alone = stacked.run_together(jobs), stacked.run_alone(jobs)
     for request, result, one in zip(members, found, alone, strict=True):
         assert result.batch_size == len(jobs)
-        query, key, value, mask, lengths = request.tensors()
-        truth = reference_of(softmax.Call(query, key, value, mask, lengths, **request.parameters))
-        bound = bounds(query, key, value, mask, request.parameters, truth)
+        truth = VARIANTS["softmax"].reference(**request.arguments())
+        bound = request.bounds(truth)
         for name, raw in result.outputs.items():
             assert raw.dtype == one.outputs[name].dtype
-            assert_within(tensor_of(raw), getattr(truth, name), getattr(bound, name))
+            assert_within(tensor_of(raw), getattr(truth, name), bound[name])
         if request.parameters.get("dropout"):
             masks = [tensor_of(a.outputs["weights"]) == 0 for a in (result, one)]
             assert torch.equal(*masks)

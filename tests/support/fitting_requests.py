@@ -18,11 +18,12 @@ from qkv.attention.variant import Variant
 from qkv.tensors import FLOATING, RawTensor
 from qkv.wire import json, open_inference, safetensors
 from qkv.wire.message import Message
+from support.drawn_requests import GATES
 from support.known_requests import DTYPES, Array, as_json
 
 _ROLES: Final = ("query", "key", "value")
 _FIELDS: Final = ("outputs", "weights", "dtype", "encoding")
-_GATES: Final = {"log_decay": ("gated", "gated_delta"), "beta": ("delta", "gated_delta")}
+_GATES: Final = {gate for names in GATES.values() for gate in names}
 _WIDTH: Final = 8  # width of a layer's projections
 
 
@@ -106,7 +107,7 @@ class Fitting:
             spec.name: self._input(spec, sizes)
             for spec in variant.inputs.values()
             if not spec.is_optional
-            or (rule in _GATES[spec.name] if spec.name in _GATES else self._chance())
+            or (spec.name in GATES[rule] if spec.name in _GATES else self._chance())
         }
 
     def _input(self, spec: Input, sizes: Mapping[str, int]) -> Array:

@@ -13,12 +13,10 @@ from qkv import local
 from qkv.attention import catalogue
 from qkv.tensors import DTYPES, RawTensor
 from qkv.wire.message import Message
+from support.drawn_requests import GATES
 
 Arrays = dict[str, Any]
 BOTH: Final = ["output", "state"]
-GATES: Final = {
-    "linear": (), "gated": ("log_decay",), "delta": ("beta",), "gated_delta": ("log_decay", "beta"),
-}  # fmt: skip
 
 
 class Case(NamedTuple):

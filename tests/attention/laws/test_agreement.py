@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.agreement import assert_agrees
+from support.drawn_requests import requests
 from support.examples import examples
 from support.small_blocks import small_blocks
 from support.variant_calls import VARIANTS
-from support.variant_draws import calls
 
 
 @pytest.mark.slow
@@ -22,6 +22,6 @@ def test_variant_agrees_with_its_reference(
     name: str, data: st.DataObject, block: int | None
 ) -> None:
     """Draws every dtype and parameter, masks, lengths with garbage, and blocks of any size."""
-    call = data.draw(calls(VARIANTS[name]))
+    request = data.draw(requests(VARIANTS[name]))
     with small_blocks(block):
-        assert_agrees(name, **call)
+        assert_agrees(name, **request.arguments())

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from qkv.attention.common import score_steps
 from qkv.attention.step import STEPS
 from qkv.attention.variant import Variant
+from support.drawn_requests import requests
 from support.examples import examples
-from support.variant_bounds import bounds_of, is_near
-from support.variant_calls import VARIANTS, with_padding
-from support.variant_draws import calls
+from support.variant_bounds import is_near
+from support.variant_calls import VARIANTS
 
 with_steps = pytest.mark.parametrize(
     "variant", [v for v in VARIANTS.values() if v.steps], ids=lambda v: v.name
@@ -43,13 +43,11 @@ def test_steps_begin_with_inputs_and_point_to_the_formula(variant: Variant) -> N
 @with_steps
 def test_steps_agree_with_output_and_weights(variant: Variant, data: st.DataObject) -> None:
     """Draws every dtype and parameter, masks, and lengths with garbage in the padding."""
-    call: dict[str, Any] = data.draw(calls(variant))
-    arguments = {i.argument for i in variant.inputs.values()}
-    tensors = {n: x for n, x in call.items() if n in arguments}
-    parameters = {n: x for n, x in call.items() if n not in arguments}
+    request = data.draw(requests(variant))
+    call = request.arguments()
     found = variant.compute_steps(**wide(variant, call))
     truth = variant.reference(**call)
-    bounds = bounds_of(variant.name, with_padding(variant.name, tensors, 0.0), parameters, truth)
+    bounds = request.bounds(truth)
     result = variant.attend(**call, outputs=frozenset({"output", "weights"}))
     for name in {"output", "weights"} & bounds.keys():
         if name == "output" or not call.get("dropout"):  # which has a step of its own

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from qkv.errors import InvalidContent
+from support.drawn_requests import GATES
 from support.each import each
-from support.state_requests import BOTH, CASES, GATES, Arrays, part, run, state_of, tokens
+from support.state_requests import BOTH, CASES, Arrays, part, run, state_of, tokens
 
 EPS: Final = float(np.finfo(np.float64).eps)
 DELTA: Final = CASES["gated gated_delta"]

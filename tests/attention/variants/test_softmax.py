@@ -12,13 +12,13 @@ from hypothesis import given
 from qkv.attention.variants import softmax
 from support.agreement import assert_agrees
 from support.checked_softmax import ALL, OUTPUT, attend
+from support.drawn_requests import Request, requests
 from support.dtypes import DTYPES
 from support.each import each
 from support.examples import examples
 from support.references import reference_of
 from support.tolerances import assert_within, bounds
 from support.variant_calls import VARIANTS
-from support.variant_draws import calls
 
 
 @pytest.mark.slow
@@ -49,9 +49,10 @@ def test_lengths_above_the_blocks_of_the_kernel(
 
 
 @examples(60)
-@given(calls(VARIANTS["softmax"]))
-def test_weights_times_values_are_the_output(call: dict[str, Any]) -> None:
+@given(requests(VARIANTS["softmax"]))
+def test_weights_times_values_are_the_output(request: Request) -> None:
     """Within the rounding of that product; rows sum to 1, or to less with a sink."""
+    call = request.arguments()
     if "key_lengths_B" in call:
         call["value_BGSE"] = call["value_BGSE"].nan_to_num(0.0, 0.0, 0.0)
     found = attend(**call, outputs=ALL)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from qkv.attention.variants import taylor
 from support.agreement import assert_agrees
+from support.drawn_requests import Request, requests
 from support.each import each
 from support.examples import examples
 from support.peak_memory import needs_proc, peaks
 from support.variant_calls import VARIANTS
-from support.variant_draws import calls
 
 BOTH: Final = frozenset({"output", "weights"})
 OUTPUT: Final = frozenset({"output"})
@@ -167,11 +167,10 @@ def test_many_keys_that_cancel(dtype: torch.dtype, causal: bool) -> None:
 
 
 @examples(30)
-@given(call=calls(VARIANTS["taylor"]), causal=st.booleans(), seed=st.integers(0, 99))
-def test_norm_of_a_row_changes_nothing(call: Any, causal: bool, seed: int) -> None:
-    query, key, value = (
-        call[n].nan_to_num(0, 0, 0) for n in ("query_BHLD", "key_BGSD", "value_BGSE")
-    )
+@given(request=requests(VARIANTS["taylor"]), causal=st.booleans(), seed=st.integers(0, 99))
+def test_norm_of_a_row_changes_nothing(request: Request, causal: bool, seed: int) -> None:
+    tensors = request.named_tensors()
+    query, key, value = (tensors[n].nan_to_num(0, 0, 0) for n in ("query", "key", "value"))
     generator = torch.Generator().manual_seed(seed)
 
     def scaled(x: Tensor) -> Tensor:
