@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from decimal import Decimal, localcontext
-from typing import Final
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.nn.functional import elu, normalize
 
 from qkv.attention.variants import softmax
 from support.each import each
-from support.peak_memory import needs_proc, peaks
 from support.variant_calls import (
     EPS,
     SIZES,
@@ -122,26 +120,6 @@ def test_lengths_above_one_block(name: str, length: int, causal: bool) -> None:
         # taylor's errors grow by the cancellation of the row's sum, at most by 1e3
         close = 4 * length * EPS * (1e3 if name == "taylor" else 1)
         torch.testing.assert_close(found[n], slope, rtol=close, atol=close)
-
-
-MEASURED: Final = """
-from qkv.attention import catalogue
-module, L = catalogue.find(sys.argv[1]).module, int(sys.argv[2])
-query, key, value, grad = (torch.randn(1, 2, n, 64) for n in (L, 65536, 65536, L))
-with torch.inference_mode():
-    call = module.Call(query, key, value, causal=True, query_offset="end")
-    result = module.backward(call, grad)
-assert all(gradient.isfinite().all() for gradient in result.values())
-say()
-"""
-
-
-@needs_proc
-@pytest.mark.slow
-@each(("name", "L"), [("linear", 65536), ("taylor", 65536), ("softmax", 512)])
-def test_65536_tokens_of_8_heads_take_less_than_4_gib(name: str, L: int) -> None:
-    """Two heads have a quarter of it; torch takes less than 256 MiB."""
-    assert peaks(MEASURED, name, L)[-1].above < (4 << 30) // 4 - (256 << 20) // 4
 
 
 def test_item_of_a_batch_has_the_gradients_that_it_has_alone() -> None:

@@ -1,17 +1,15 @@
-"""Closed-form gradients of efficient attention, for keys of any size, in linear memory."""
+"""Closed-form gradients of efficient attention, for keys of any size."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from support.each import each
-from support.peak_memory import needs_proc, peaks
 from support.variant_calls import EPS, gradients, random_inputs
 
 
@@ -175,26 +173,3 @@ def test_narrow_dtypes_are_rounded_once(kind: str, dtype: torch.dtype) -> None:
     for name, true in gradients("efficient", grad.double(), wide, {"causal": True}).items():
         assert found[name].dtype == torch.float32
         assert torch.equal(found[name], true.float())
-
-
-PEAK: Final = """
-from qkv.attention.variants.efficient import Call, backward
-heads, length, slope = map(int, sys.argv[1:])
-x = torch.randn(1, heads, length, 64)
-key = x + slope * torch.arange(length)[:, None]
-with torch.inference_mode():
-    result = backward(Call(x, key, x, causal=True), x)
-assert all(gradient.isfinite().all() for gradient in result.values())
-say()
-"""
-
-
-@pytest.mark.slow
-@needs_proc
-@each(
-    ("heads", "length", "slope", "gib"),
-    [(8, 65536, 0, 4), (1, 16384, 1000, 1)],
-)
-def test_memory_is_linear(heads: int, length: int, slope: int, gib: int) -> None:
-    """An (L, S) matrix of one head would be 32 GiB, or 2."""
-    assert peaks(PEAK, heads, length, slope)[-1].whole < gib << 30

