@@ -25,6 +25,8 @@ def _status(field):
 
 def start():
     global _before
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")  # proc(5): VmHWM begins anew
     _before = _status("VmRSS:")
 
 def say():
@@ -53,6 +55,7 @@ def peaks(script: str, *arguments: object) -> list[Peak]:
 
     Args:
         script: Python code that calls `start()` once its inputs exist, and `say()` after each step.
+            Another `start()` begins another peak.
         arguments: `sys.argv[1:]` of the script.
     """
     done = subprocess.run(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qkv.testing import verify
 from support.flash_kernel import Attention, flash_kernel
+from support.shared_truths import shared_truths as shared_truths
 
 FAST: dict[str, Any] = {"dtype": "float32", "gradients": False}
 PAIRS: list[tuple[tuple[str, str], str, dict[str, Any]]] = [

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qkv.testing import Report, verify
 from support.flash_kernel import Attention, capped_scores, flash_kernel, hidden_pairs
+from support.shared_truths import shared_truths as shared_truths
 
 pytestmark = pytest.mark.slow
 

@@ -9,6 +9,7 @@ import pytest
 from qkv.testing import verify
 from support.flash_kernel import Attention
 from support.right_functions import right_functions
+from support.shared_truths import shared_truths as shared_truths
 
 FUNCTIONS = dict(right_functions())
 DTYPES = ["float32", "bfloat16", "float16", "float64"]

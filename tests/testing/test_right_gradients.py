@@ -8,6 +8,7 @@ import pytest
 
 from qkv.testing import verify
 from support.right_draws import DTYPES, RightDraw
+from support.shared_truths import shared_truths as shared_truths
 from support.wrong_gradients import WRONG_GRADIENTS
 
 

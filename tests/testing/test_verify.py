@@ -21,6 +21,7 @@ from qkv.testing.plain_softmax import evaluate
 from qkv.testing.truth import find_truth
 from support.flash_kernel import flash_kernel
 from support.pictures import matrix, panels
+from support.shared_truths import shared_truths as shared_truths
 
 QUICK: dict[str, Any] = {"dtype": "float32", "families": ["normal"], "gradients": False}
 
