@@ -390,59 +390,70 @@ def test_response_in_lists_can_be_decoded(server: Server) -> None:
 
 # ---------------------------------------------------------------- memory
 
+WHOLE: Final = ("softmax", "sigmoid", "linear", "taylor", "efficient", "linformer", "mean")
+"""Variants that are measured at 4,096 tokens of 4 heads, whose whole matrix has 256 MiB."""
+LONG: Final = (
+    *((name, ("rows", "pool-64")) for name in ("linear", "taylor", "efficient", "linformer")),
+    *((name, ("rows",)) for name in ("softmax", "sigmoid")),
+)
+"""Variants and forms that are measured at 32,768 tokens of 2 heads, with a matrix of 8 GiB."""
+
 _MEASURE: Final = """
 from qkv.attention import catalogue
 from qkv.engine import weight_blocks
 from qkv.jobs.weight_forms import WeightForm
-variant, N = catalogue.find(sys.argv[1]), int(sys.argv[2])
-H = int(sys.argv[3])
-sizes = dict(B=1, H=H, G=H, L=N, S=N, D=64, E=64, R=256)
-tensors = {
-    i.argument: torch.randn([sizes[x] for x in i.letters])
-    for i in variant.inputs.values() if not i.is_optional
-}
-parameters = variant.parse({})
-arguments = tensors | {n: getattr(parameters, n) for n in type(parameters).model_fields}
-start()
-forms = {
-    "rows": WeightForm("rows", rows=(0, N // 2, N - 1)), "pool-64": WeightForm("pool", 64),
-    "pool-200": WeightForm("pool", 200), "stats": WeightForm("stats"),
-    "top_k": WeightForm("top_k", 8),
-}
-for name in sys.argv[4:]:
-    with torch.inference_mode():
-        result = weight_blocks.compute_weight_form(
-            variant, forms[name], arguments, parameters, sizes
-        )
-    assert all(t.isfinite().all() for t in result.values())
+for name, N, H, forms in CASES:
+    variant = catalogue.find(name)
+    sizes = dict(B=1, H=H, G=H, L=N, S=N, D=64, E=64, R=256)
+    tensors = {
+        i.argument: torch.randn([sizes[x] for x in i.letters])
+        for i in variant.inputs.values() if not i.is_optional
+    }
+    parameters = variant.parse({})
+    arguments = tensors | {n: getattr(parameters, n) for n in type(parameters).model_fields}
+    every = {
+        "rows": WeightForm("rows", rows=(0, N // 2, N - 1)), "pool-64": WeightForm("pool", 64),
+        "pool-200": WeightForm("pool", 200), "stats": WeightForm("stats"),
+        "top_k": WeightForm("top_k", 8),
+    }
+    start()
+    for form in forms:
+        with torch.inference_mode():
+            result = weight_blocks.compute_weight_form(
+                variant, every[form], arguments, parameters, sizes
+            )
+        assert all(t.isfinite().all() for t in result.values())
     say()
 """
 
 
-@needs_proc
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["softmax", "sigmoid", "linear", "taylor", "efficient", "linformer", "mean"]
-)
-def test_no_form_holds_the_matrix(name: str) -> None:
-    """At N = 4,096 and H = 4 the whole matrix is 256 MiB; the peak is below half of it."""
-    found = peaks(_MEASURE, name, 4096, 4, "rows", "pool-200", "stats", "top_k")
-    assert found[-1].above < 128 << 20
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple[str, int], int]:
+    """Returns the peaks by variant and tokens, of one process: to start one takes two seconds."""
+    every = ("rows", "pool-200", "stats", "top_k")
+    cases: list[tuple[str, int, int, tuple[str, ...]]] = [
+        *((name, 4096, 4, every) for name in WHOLE),
+        *((name, 32768, 2, forms) for name, forms in LONG),
+    ]
+    found = peaks(f"CASES = {cases!r}{_MEASURE}")
+    return {(name, N): peak.above for (name, N, *_), peak in zip(cases, found, strict=True)}
 
 
 @needs_proc
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "forms"),
-    [
-        *((name, ["rows", "pool-64"]) for name in ("linear", "taylor", "efficient", "linformer")),
-        *((name, ["rows"]) for name in ("softmax", "sigmoid")),
-    ],
-)
-def test_32768_tokens_take_less_than_2_gib(name: str, forms: list[str]) -> None:
-    """H = 8, D = 64.
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_form_holds_the_matrix(name: str, measured: dict[tuple[str, int], int]) -> None:
+    """The peak is below half of it."""
+    assert measured[name, 4096] < 128 << 20
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, _ in LONG])
+def test_32768_tokens_take_less_than_2_gib(name: str, measured: dict[tuple[str, int], int]) -> None:
+    """Two heads have a quarter of the memory of eight.
 
     The test covers rows, and the pooled map where that takes less than a minute.
     bench/weight_form_cost.py measures all forms.
     """
-    assert peaks(_MEASURE, name, 32768, 8, *forms)[-1].above < 2 << 30
+    assert measured[name, 32768] < (2 << 30) // 4
