@@ -277,10 +277,19 @@ def test_captured_cross_attention_of_real_models_is_not_named(name: str) -> None
     assert calls.missed == []
 
 
-def test_images_whose_channels_are_first_are_no_grids() -> None:
+def test_convolutions_of_images_are_named_behind_attention() -> None:
     """Convolutions in front of a tower are no layers of it."""
     stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1), nn.BatchNorm2d(WIDTH), nn.GELU())
+    layers = [
+        nn.Sequential(nn.Conv2d(WIDTH, 24, n, padding=n // 2), nn.BatchNorm2d(24)) for n in (1, 3)
+    ]
     model = Function(
-        lambda x, stem, attend: attend(stem(x).flatten(2).transpose(1, 2)), stem, PlainAttention()
-    ).eval()
-    assert capture(model, torch.randn(2, 3, WIDTH, WIDTH)).missed == []
+        lambda x, stem, attend, *layers: [
+            layer(attend(stem(x).flatten(2).transpose(1, 2)).mT.unflatten(2, (9, 7)))
+            for layer in layers
+        ],
+        stem, PlainAttention(), *layers,
+    ).eval()  # fmt: skip
+    twice = Function(lambda x, model: (model(x), model(x)), model)
+    calls = capture(twice, torch.randn(2, 3, 9, 7))
+    assert [missed.layer for missed in calls.missed] == ["parts.0.parts.3.0"]

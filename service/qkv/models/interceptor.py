@@ -6,26 +6,31 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, Self
 
 import torch
 from torch import nn
 
 from qkv.models import sdpa_calls, torch_modules, transformers_calls
+from qkv.models.mixers import ModuleRun
 from qkv.models.model_call import Handler
 from qkv.models.running_modules import (
     Interception,
     RunningModule,
+    is_intercepted,
     is_recomputed,
-    report_miss,
+    paused,
     without_mode,
 )
 from qkv.models.selection import is_selected
-from qkv.models.token_places import enter, following, leave
 
 _COMPILED: Final = "a compiled graph runs without Python: use the model before torch.compile"
 _WITHOUT_CALLS: Final = "it ran without an attention call that qkv can see"
+_MIXES: Final = (
+    "mixes positions without an attention call that qkv can see: it computes attention in code of "
+    "its own, or has no softmax"
+)
 _ABSENT: Final = object()
 _ENTRIES: Final = "forward", "_compiled_call_impl"
 """Attributes of a module that its call runs."""
@@ -102,6 +107,12 @@ class Interceptor(Interception):
         self._has_calls |= has_calls
         self.runs_with_calls += has_calls
 
+    def report_mixer(self, name: str, kind: str) -> None:
+        """Reports a module of this type that mixes positions."""
+        self._has_calls = True
+        if self.is_active:
+            self.handler.miss(name, f"{kind} {_MIXES}")
+
     def report_graph(self, name: str) -> None:
         """Reports a module of a compiled graph, but none inside a reported one."""
         self._has_calls = True
@@ -133,65 +144,53 @@ class _Wrapper:
         original = getattr(module, attribute)
         updated = functools.WRAPPER_UPDATES if is_closed else ()  # torch's mark of compiled code
         functools.update_wrapper(self, original, updated=updated)
-        self.interceptor, self._name = interceptor, name
+        self.interceptor, self.name = interceptor, name
         self.before: Any = module.__dict__.get(attribute, _ABSENT)
-        self._original = original
+        self.original = original
         self._number = next(_numbers)
         _wrappers[self._number] = self
         # the innermost wrapper intercepts modules of torch, for all interceptors
         self._is_innermost = not is_closed and not isinstance(original, _Wrapper)
         self._forward = torch_modules.wrap(module, original) if self._is_innermost else original
         self._module, self._is_closed = module, is_closed
-        self._is_followed = False
+        self._is_examined = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
         if self._is_closed:
             with without_mode():  # under it torch would compile the code again
-                return self._original(*args, **kwargs)
+                return self.original(*args, **kwargs)
         interceptor = self.interceptor
         if torch.compiler.is_dynamo_compiling():
             _report_graph(self._number)
-            return self._original(*args, **kwargs)
+            return self.original(*args, **kwargs)
         if not interceptor.is_active:
             return self._forward(*args, **kwargs)
-        is_wanted = not self._is_followed and not is_recomputed()
-        with (
-            RunningModule(interceptor, self._name, sdpa_calls.MODE) as running,
-            following(is_wanted) as has_positions,
-        ):
-            result = self._run(running, args, kwargs)
-            self._is_followed |= has_positions()
+        with RunningModule(interceptor, self.name, sdpa_calls.MODE) as running:
+            run, runs = None, interceptor.runs_with_calls
+            if self._is_innermost and not self._is_examined and is_intercepted():
+                run = None if is_recomputed() else ModuleRun.begin(self._module, args, kwargs)
+            result = self._forward(*args, **kwargs)
+            # parts may run in threads of the model
+            has_calls = running.calls > 0 or interceptor.runs_with_calls > runs
+            has_calls |= interceptor.has_closed(self.name)
+            self._is_examined |= run is not None
+            # convolutions in front of a tower are no layers of it
+            if run is not None and not has_calls and (runs or not run.has_channels_first):
+                running.silent = [run] if run.end(result) else running.silent  # parts are in it
+            if has_calls or running.is_outermost:
+                _report_mixers(running.silent)
+                running.silent = []
         interceptor.note_run(running.calls > 0)
-        return result
-
-    def _run(self, running: RunningModule, args: Any, kwargs: Any) -> Any:
-        """Runs the module, and reports it if it mixes positions where qkv cannot see it."""
-        interceptor = self.interceptor
-        entry = None
-        if self._is_innermost:
-            with without_mode():
-                entry = enter(self._module, args, kwargs)
-        runs = interceptor.runs_with_calls
-        result = self._forward(*args, **kwargs)
-        if entry is None:
-            return result
-        # parts may run in threads of the model
-        has_calls = running.calls > 0 or interceptor.runs_with_calls > runs
-        has_calls |= interceptor.has_closed(self._name)
-        with without_mode():
-            is_mixer = leave(entry, result, has_calls, self._forward)
-        if is_mixer and not running.misses:
-            report_miss(_describe_mixer(type(self._module).__name__, running.calls > 0))
         return result
 
     def report_graph(self) -> None:
         """Reports that the module becomes part of a compiled graph."""
-        self.interceptor.report_graph(self._name)
+        self.interceptor.report_graph(self.name)
 
     def __reduce__(self) -> Any:
         """Returns the module's own `forward`: copies of the module are not intercepted."""
-        return _same, (self._original,)
+        return _same, (self.original,)
 
 
 _numbers: Final = itertools.count()
@@ -209,14 +208,16 @@ def _report_graph(number: int) -> None:
 setattr(_report_graph, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def _describe_mixer(kind: str, has_calls: bool) -> str:
-    """Returns the reason why a module is reported that mixes positions."""
-    if has_calls:
-        return f"{kind} mixes positions outside of its attention calls"
-    return (
-        f"{kind} mixes positions without an attention call that qkv can see: it computes attention "
-        "in code of its own, or has no softmax"
-    )
+def _report_mixers(runs: Iterable[ModuleRun]) -> None:
+    """Reports the modules that mix positions without a call, each to all its interceptors."""
+    for run in runs:
+        with paused(), without_mode():
+            parts = run.mixing_parts()
+        for module in map(run.module.get_submodule, parts):
+            wrapper = module.__dict__.get("forward")
+            while isinstance(wrapper, _Wrapper):
+                wrapper.interceptor.report_mixer(wrapper.name, type(module).__name__)
+                wrapper = wrapper.original
 
 
 def _same(x: Any) -> Any:

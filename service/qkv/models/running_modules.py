@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from qkv.models.mixers import ModuleRun
 from qkv.models.model_call import CallOutput, Handler, ModelCall, RunOriginal
 
 
@@ -60,6 +61,7 @@ class RunningModule:
         calls: the attention calls so far, of the module and of those that it has called.
         misses: those of the calls that were reported.
         children: the modules that it has called so far.
+        silent: runs of those in which no attention call was seen.
 
     Args:
         interception: of the model.
@@ -70,7 +72,13 @@ class RunningModule:
     def __init__(self, interception: Interception, name: str, mode: TorchFunctionMode) -> None:
         self.interception, self.name, self._mode = interception, name, mode
         self.calls = self.misses = self.children = 0
+        self.silent: list[ModuleRun] = []
         self._turns_on = False
+
+    @property
+    def is_outermost(self) -> bool:
+        """True if no module in this thread runs around it."""
+        return _thread.modules[0] is self
 
     def __enter__(self) -> Self:
         if _thread.modules:
@@ -87,6 +95,8 @@ class RunningModule:
             _thread.mode = None
             self._mode.__exit__(None, None, None)
         _thread.modules.pop()
+        if _thread.modules:
+            _thread.modules[-1].silent += self.silent
         if outer := _innermost(self.interception):
             outer.calls += self.calls
             outer.misses += self.misses
@@ -128,7 +138,7 @@ def innermost_module() -> RunningModule:
 
 def has_only_recorders() -> bool:
     """True if no interception in this thread changes an output."""
-    return all(interception.is_recorder for interception in _interceptions())
+    return all(interception.is_recorder for interception in interceptions())
 
 
 def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None) -> CallOutput:
@@ -142,7 +152,7 @@ def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None)
     Returns:
         The output that the model goes on with.
     """
-    for interception in _interceptions():
+    for interception in interceptions():
         innermost = _innermost(interception)
         if innermost:
             innermost.calls += 1
@@ -156,7 +166,7 @@ def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None)
 
 def report_miss(reason: str) -> None:
     """Reports a call of the innermost module that cannot be intercepted."""
-    for interception in _interceptions():
+    for interception in interceptions():
         innermost = _innermost(interception)
         if innermost:
             innermost.calls += 1
@@ -179,7 +189,7 @@ def _innermost(interception: Interception) -> RunningModule | None:
     return next(modules, None)
 
 
-def _interceptions() -> list[Interception]:
+def interceptions() -> list[Interception]:
     """Returns the interceptions of this thread, that of the outermost handler last.
 
     Recorders are outermost, so that they see what the model goes on with. Of the others it is the

@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from qkv.models.model_call import CallOutput, ModelCall
 from qkv.models.running_modules import dispatch, is_intercepted, report_miss
-from qkv.models.token_places import follow, follow_attention
 
 
 class _AttentionMode(TorchFunctionMode):
@@ -39,7 +38,7 @@ class _AttentionMode(TorchFunctionMode):
         if getattr(func, "__name__", "") == "flex_attention":
             report_miss("it calls flex_attention itself")
             return func(*args, **kwargs)
-        return follow(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 MODE: Final = _AttentionMode()
@@ -79,9 +78,7 @@ def _intercept(
     )
     result = dispatch(call, run)
     is_own = original and result is original[-1][1]
-    output = original[-1][0] if is_own else result.output.reshape(shape)
-    follow_attention(query, key, value, output)
-    return output
+    return original[-1][0] if is_own else result.output.reshape(shape)
 
 
 def _to_four_axes(

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from qkv.models.followed_token import random_state, set_random_state, without_traces
 from qkv.models.model_call import CallOutput, ModelCall
 from qkv.models.proof import is_projected
+from qkv.models.random_numbers import random_state, repeating
 from qkv.models.running_modules import (
     dispatch,
     has_only_recorders,
@@ -267,10 +267,8 @@ class _Heads:
         returned = result[0] if isinstance(result, tuple) else result
         query = self._given.query
         # a lack of memory, or a `forward` of other arguments: the model itself must go on
-        traces = nullcontext() if state is None else without_traces(query.device)
-        with suppress(Exception), paused(), torch.no_grad(), traces, _HeadsMode(self._keep):
-            if state is not None:
-                set_random_state(query.device, state)
+        numbers = nullcontext() if state is None else repeating(query.device, state)
+        with suppress(Exception), paused(), torch.no_grad(), numbers, _HeadsMode(self._keep):
             forward(*self._given.without_weights())
         if not self.calls:
             report_miss(_OWN_CODE)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from qkv.models.model_call import CallOutput, ModelCall
 from qkv.models.running_modules import dispatch, is_intercepted, paused, report_miss
-from qkv.models.token_places import follow_attention
 
 _KNOWN: Final = frozenset({
     "dropout", "encoder_hidden_states", "hidden_states", "inputs_embeds", "input_features",
@@ -112,11 +111,8 @@ def _intercept(
     )
     result = dispatch(call, run, module)
     if original and result is original[-1][1]:
-        returned = original[-1][0]
-    else:
-        returned = result.output.transpose(1, 2).contiguous(), result.weights
-    follow_attention(query, key, value, returned[0], is_length_first=True)
-    return returned
+        return original[-1][0]
+    return result.output.transpose(1, 2).contiguous(), result.weights
 
 
 def _why_unreadable(implementation: str, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from qkv.models.attention_call import AttentionCall
 from qkv.models.capture import capture
 from qkv.models.describe.model_run import Arguments
 from qkv.models.describe.rotary_angles import Unfit, are_near
-from qkv.models.places import tensors_of
+from qkv.models.mixers import tensors_of
 
 
 @dataclass

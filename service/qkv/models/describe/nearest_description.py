@@ -17,7 +17,7 @@ from qkv.models.describe.call_fields import describe_call
 from qkv.models.describe.layer_proof import attended
 from qkv.models.describe.located_layers import LocatedLayer, not_compared
 from qkv.models.describe.rotary_angles import Unfit, error_of
-from qkv.models.places import tensors_of
+from qkv.models.mixers import tensors_of
 
 
 def in_words(fields: Mapping[str, Any], error: float, place: str = "") -> str:
