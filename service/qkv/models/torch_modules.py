@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from qkv.models.model_call import CallOutput, ModelCall
-from qkv.models.proof import is_projected
+from qkv.models.proof import are_near
 from qkv.models.random_numbers import random_state, repeating
 from qkv.models.running_modules import (
     dispatch,
@@ -264,24 +264,24 @@ class _Heads:
             result: what the module returned.
             state: of the random numbers before, which are drawn again; None: none are.
         """
-        returned = result[0] if isinstance(result, tuple) else result
-        query = self._given.query
+        query, again = self._given.query, None
         # a lack of memory, or a `forward` of other arguments: the model itself must go on
         numbers = nullcontext() if state is None else repeating(query.device, state)
         with suppress(Exception), paused(), torch.no_grad(), numbers, _HeadsMode(self._keep):
-            forward(*self._given.without_weights())
+            again = forward(*self._given.without_weights())
         if not self.calls:
             report_miss(_OWN_CODE)
         for call, (output, *_) in zip(self.calls, self.outputs, strict=True):
-            proof = functools.partial(self._is_returned, call, output, returned)
+            proof = functools.partial(self._is_repeated, call, result, again)
             run = functools.partial(CallOutput, output, is_returned=proof)
             dispatch(call, run, self._module)
 
-    def _is_returned(self, call: ModelCall, output: Tensor, result: object) -> bool:
-        """Tells if the module returned what follows from the output of a call."""
+    def _is_repeated(self, call: ModelCall, result: Any, again: Any) -> bool:
+        """Tells if the second run, whose heads were recorded, returned what the first one did."""
         if self._given.is_contradictory:
             return False  # in narrow dtypes rounding may hide it
-        return is_projected(self._module, call, output, self._given.inputs, result)
+        outputs = (x[0] if isinstance(x, tuple) else x for x in (result, again))
+        return bool(call.dropout) or are_near(*outputs)  # other weights may be dropped
 
     def dispatch(self, has_weights: bool, mask: Tensor | None, *arguments: Any) -> Tensor:
         """Sends a call through all interceptions, and returns the output.
