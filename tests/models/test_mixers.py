@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -186,6 +186,31 @@ def test_module_that_mixes_positions_is_named(name: str, batch: int) -> None:
     with torch.no_grad():
         calls = capture(model, torch.randn(batch, LENGTH, WIDTH))
     assert missed_layers(calls) == [layer]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        torch.inference_mode,
+        torch.enable_grad,
+    ],
+    ids=["autocast", "inference", "gradients"],
+)
+def test_module_is_named_in_every_mode_of_torch(
+    context: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    model = nn.Sequential(PlainAttention(), nn.Sequential(nn.Dropout(0.1), convolve(3))).train()
+    with context():
+        assert missed_layers(capture(model, torch.randn(2, LENGTH, WIDTH))) == ["1.1.parts.0"]
+
+
+def test_captures_of_a_model_and_of_its_part_name_the_module() -> None:
+    model = nn.Sequential(PlainAttention(), nn.Sequential(nn.Sequential(Function(recur))))
+    with pytest.warns(CaptureWarning), qkv.capture(model) as whole:  # noqa: SIM117
+        with qkv.capture(model[1]) as part:
+            model(torch.randn(2, LENGTH, WIDTH))
+    assert (missed_layers(whole), missed_layers(part)) == (["1.0.0"], ["0.0"])
 
 
 def route(x: Tensor, router: nn.Module, *experts: nn.Module) -> Tensor:

@@ -57,8 +57,7 @@ class Interceptor(Interception):
         self._modules: list[nn.Module] = []
         self._graphs: list[str] = []
         self._closed: list[str] = []
-        self._has_run = self._has_calls = False
-        self.runs_with_calls = 0
+        self.has_run = False
 
     def __enter__(self) -> Self:
         with _lock:
@@ -75,7 +74,7 @@ class Interceptor(Interception):
         return self
 
     def __exit__(self, error: object = None, *_: object) -> None:
-        if error is None and self.is_recorder and self._has_run and not self._has_calls:
+        if error is None and self.is_recorder and self.has_run and not self.calls:
             self.handler.miss("", _WITHOUT_CALLS)
         with _lock:
             self.is_active = False
@@ -89,7 +88,7 @@ class Interceptor(Interception):
         if not (reason := _why_closed(module)):
             module.__dict__["forward"] = _Wrapper(self, name, module, "forward", is_closed=False)
             return
-        self._has_calls = True  # they are reported
+        self.calls += 1
         self._closed.append(name)
         self.handler.miss(name, reason)
         for attribute in _ENTRIES:
@@ -101,21 +100,15 @@ class Interceptor(Interception):
         """True if calls in a module, or in a part of it, cannot be seen, and are reported."""
         return any(not name or is_selected(closed, name) for closed in self._closed)
 
-    def note_run(self, has_calls: bool) -> None:
-        """Notes that a module has run, and if it made or missed attention calls."""
-        self._has_run = True
-        self._has_calls |= has_calls
-        self.runs_with_calls += has_calls
-
     def report_mixer(self, name: str, kind: str) -> None:
         """Reports a module of this type that mixes positions."""
-        self._has_calls = True
+        self.calls += 1
         if self.is_active:
             self.handler.miss(name, f"{kind} {_MIXES}")
 
     def report_graph(self, name: str) -> None:
         """Reports a module of a compiled graph, but none inside a reported one."""
-        self._has_calls = True
+        self.calls += 1
         if self.is_active and not any(not g or is_selected(name, g) for g in self._graphs):
             self._graphs.append(name)
             self.handler.miss(name, _COMPILED)
@@ -167,21 +160,19 @@ class _Wrapper:
         if not interceptor.is_active:
             return self._forward(*args, **kwargs)
         with RunningModule(interceptor, self.name, sdpa_calls.MODE) as running:
-            run, runs = None, interceptor.runs_with_calls
+            run, calls = None, interceptor.calls
             if self._is_innermost and not self._is_examined and is_intercepted():
                 run = None if is_recomputed() else ModuleRun.begin(self._module, args, kwargs)
             result = self._forward(*args, **kwargs)
-            # parts may run in threads of the model
-            has_calls = running.calls > 0 or interceptor.runs_with_calls > runs
-            has_calls |= interceptor.has_closed(self.name)
+            has_calls = interceptor.calls > calls or interceptor.has_closed(self.name)
             self._is_examined |= run is not None
             # convolutions in front of a tower are no layers of it
-            if run is not None and not has_calls and (runs or not run.has_channels_first):
+            if run is not None and not has_calls and (calls or not run.has_channels_first):
                 running.silent = [run] if run.end(result) else running.silent  # parts are in it
             if has_calls or running.is_outermost:
                 _report_mixers(running.silent)
                 running.silent = []
-        interceptor.note_run(running.calls > 0)
+        interceptor.has_run = True
         return result
 
     def report_graph(self) -> None:

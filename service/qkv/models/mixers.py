@@ -17,7 +17,6 @@ from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from qkv.models.random_numbers import random_state, repeating
@@ -73,9 +72,7 @@ class ModuleRun:
     def sequences(self) -> list[Tensor]:
         """The sequences that the module receives, such as a decoder's and its encoder's."""
         tensors = {id(x): x for x in tensors_of([self.args, self.kwargs])}
-        sequences = [x for x in tensors.values() if self._is_sequence(x)]
-        others = (x for x in sequences[1:] if x.ndim > 2 and self._takes_width(x))
-        return [*sequences[:1], *others]
+        return [x for x in tensors.values() if self._is_sequence(x)]
 
     def mixing_parts(self) -> list[str]:
         """Returns the names, inside the module, of the innermost ones that mix positions.
@@ -148,10 +145,6 @@ class ModuleRun:
         rows = [self._rows(y) for y in tensors_of(result) if is_number(y) and y.ndim > 1]
         return [y for y in rows if y.shape[:-1] in shapes]
 
-    def _takes_width(self, x: Tensor) -> bool:
-        """True if a matrix of the module may project the features of x."""
-        return any(p.ndim > 1 and x.shape[-1] in p.shape for p in self.module.parameters())
-
     def _is_sequence(self, x: Tensor) -> bool:
         """True for (B, L, M), (L, B, M) or (L, M) with numbers that can be read.
 
@@ -163,12 +156,12 @@ class ModuleRun:
             or self._has_channels_first(x)
         )
         return (
-            type(x) is Tensor  # no weight
+            type(x) is Tensor  # no weight, and no tensor without numbers
             and is_number(x)
             and (is_grid or x.ndim in (2, 3))
             and max(x.shape[:-1]) > 1
             and x.numel() > 0
-            and not (x.is_meta or isinstance(x, FakeTensor))
+            and not x.is_meta
             and not torch._C._functorch.is_functorch_wrapped_tensor(x)
         )
 

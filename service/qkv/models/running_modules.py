@@ -20,6 +20,10 @@ from qkv.models.model_call import CallOutput, Handler, ModelCall, RunOriginal
 class Interception:
     """The interception of one model.
 
+    Attributes:
+        names: the qualified names of the model's modules, by their `id`.
+        calls: the number of attention calls that were handled or reported, in all threads.
+
     Args:
         handler: handles the calls.
         is_recorder: the handler returns what `run` returns.
@@ -28,7 +32,7 @@ class Interception:
     def __init__(self, handler: Handler, *, is_recorder: bool) -> None:
         self.handler, self.is_recorder = handler, is_recorder
         self.names: dict[int, str] = {}
-        """The qualified names of the model's modules, by their `id`."""
+        self.calls = 0
 
     def name_of(self, module: nn.Module | None) -> str | None:
         """Returns the qualified name of a module of the model; None if it has none."""
@@ -58,8 +62,6 @@ class RunningModule:
 
     Attributes:
         name: its qualified name in the model.
-        calls: the attention calls so far, of the module and of those that it has called.
-        misses: those of the calls that were reported.
         children: the modules that it has called so far.
         silent: runs of those in which no attention call was seen.
 
@@ -71,7 +73,7 @@ class RunningModule:
 
     def __init__(self, interception: Interception, name: str, mode: TorchFunctionMode) -> None:
         self.interception, self.name, self._mode = interception, name, mode
-        self.calls = self.misses = self.children = 0
+        self.children = 0
         self.silent: list[ModuleRun] = []
         self._turns_on = False
 
@@ -97,9 +99,6 @@ class RunningModule:
         _thread.modules.pop()
         if _thread.modules:
             _thread.modules[-1].silent += self.silent
-        if outer := _innermost(self.interception):
-            outer.calls += self.calls
-            outer.misses += self.misses
 
 
 @contextmanager
@@ -153,12 +152,10 @@ def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None)
         The output that the model goes on with.
     """
     for interception in interceptions():
-        innermost = _innermost(interception)
-        if innermost:
-            innermost.calls += 1
+        interception.calls += 1
         layer = interception.name_of(module)
         if layer is None:
-            layer = innermost.name if innermost else ""
+            layer = _innermost(interception).name
         run = functools.partial(interception.handler.handle, replace(call, layer=layer), run)
     with paused(), without_mode():  # a compiled function would be compiled again under the mode
         return run()
@@ -167,11 +164,8 @@ def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None)
 def report_miss(reason: str) -> None:
     """Reports a call of the innermost module that cannot be intercepted."""
     for interception in interceptions():
-        innermost = _innermost(interception)
-        if innermost:
-            innermost.calls += 1
-            innermost.misses += 1
-        interception.handler.miss(innermost.name if innermost else "", reason)
+        interception.calls += 1
+        interception.handler.miss(_innermost(interception).name, reason)
 
 
 @contextmanager
@@ -184,9 +178,8 @@ def paused() -> Iterator[None]:
         _thread.is_paused = before
 
 
-def _innermost(interception: Interception) -> RunningModule | None:
-    modules = (m for m in reversed(_thread.modules) if m.interception is interception)
-    return next(modules, None)
+def _innermost(interception: Interception) -> RunningModule:
+    return next(m for m in reversed(_thread.modules) if m.interception is interception)
 
 
 def interceptions() -> list[Interception]:

@@ -70,12 +70,14 @@ def _wrap_encoder_layer(layer: nn.TransformerEncoderLayer, forward: _Forward) ->
         if not is_intercepted() or not has_only_recorders() or not _may_be_fast(layer):
             return forward(*arguments)  # the layer calls its `self_attn`
         running = innermost_module()
-        calls, children = running.calls, running.children
+        calls, children = running.interception.calls, running.children
         with without_mode():
             output = forward(*arguments)
-        if running.calls == calls and running.children > children:
+        if running.interception.calls > calls:
+            return output
+        if running.children > children:
             report_miss("it computes attention in code of its own, where torch has a fast path")
-        elif running.calls == calls:
+        else:
             with torch.no_grad():
                 _repeat_attention(layer, *_pad(src, src_key_padding_mask), src_mask)
         return output

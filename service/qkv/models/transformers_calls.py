@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -26,39 +25,39 @@ _KNOWN: Final = frozenset({
     "position_ids", "s_aux", "scaling", "sinks", "sliding_window", "softcap",
 })  # fmt: skip
 """Keywords of attention functions that are read, or known to change no weight."""
-_lock: Final = threading.Lock()
 _attached: dict[str, Any] = {"count": 0}
 
 
 def attach() -> None:
-    """Wraps what `get_interface` returns, for models that are intercepted; counts its calls."""
-    with _lock:
-        _attached["count"] += 1
-        # a model of transformers exists only if the library is imported
-        library = sys.modules.get("transformers.modeling_utils")
-        interface = getattr(library, "AttentionInterface", None)
-        if (_attached["count"] > 1 and "interface" in _attached) or interface is None:
-            return
-        original = interface.get_interface
+    """Wraps what `get_interface` returns, for models that are intercepted; counts its calls.
 
-        @functools.wraps(original)
-        def get_interface(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-            function: Callable[..., Any] = original(self, *args, **kwargs)
-            if not is_intercepted():
-                return function
-            name = args[0] if args else kwargs["attn_implementation"]
-            return functools.partial(_intercept, function, name or "eager")
+    Its caller holds a lock, as that of `detach` does.
+    """
+    _attached["count"] += 1
+    # a model of transformers exists only if the library is imported
+    library = sys.modules.get("transformers.modeling_utils")
+    interface = getattr(library, "AttentionInterface", None)
+    if "interface" in _attached or interface is None:
+        return
+    original = interface.get_interface
 
-        interface.get_interface = get_interface
-        _attached["interface"], _attached["original"] = interface, original
+    @functools.wraps(original)
+    def get_interface(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        function: Callable[..., Any] = original(self, *args, **kwargs)
+        if not is_intercepted():
+            return function
+        name = args[0] if args else kwargs["attn_implementation"]
+        return functools.partial(_intercept, function, name or "eager")
+
+    interface.get_interface = get_interface
+    _attached["interface"], _attached["original"] = interface, original
 
 
 def detach() -> None:
     """Undoes `attach`, when it has been called as often."""
-    with _lock:
-        _attached["count"] -= 1
-        if not _attached["count"] and "interface" in _attached:
-            _attached.pop("interface").get_interface = _attached.pop("original")
+    _attached["count"] -= 1
+    if not _attached["count"] and "interface" in _attached:
+        _attached.pop("interface").get_interface = _attached.pop("original")
 
 
 def _intercept(

@@ -1,11 +1,16 @@
 """Finds the nearest description of an attention layer: fields of qkv.toml, from runs of its module.
 
-Whatever lies between the projections and the captured attention call is measured. The result is
-only a candidate: `layer_proof` compares it with the module.
+An attention call alone shows heads, mask, scale and softcap. Whatever lies between the projections
+and the call is measured. The result is only a candidate: `layer_proof` compares it with the module.
+
+The search of `attention.layers.detection` has no part in it: from an output alone it chooses among
+usual numbers, such as three bases of a rotary embedding, while frequencies, windows and softcaps of
+a model may be any. It is for modules without a visible call: see `nearest_description`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -19,9 +24,12 @@ from qkv.attention.layers.layer_weights import SINKS
 from qkv.attention.layers.qk_norm import QKNorm, normalize
 from qkv.models.attention_call import AttentionCall
 from qkv.models.describe.attention_run import AttentionRun
-from qkv.models.describe.call_fields import SAME, describe_call, noting, rounded
 from qkv.models.describe.rotary_angles import Turning, Unfit, are_near, measure
+from qkv.models.masks import parts_of
 
+SAME: Final = 1e-6
+"""Numbers that differ by less, relative to their size, are one: tables of models are float32."""
+_DIGITS: Final = 9
 _EPS: Final = ("variance_epsilon", "eps", "epsilon")
 _OFFSETS: Final = (0, 1)
 
@@ -178,3 +186,70 @@ def _are_same(one_C: Tensor, other_C: Tensor) -> bool:
     """Returns True if measured frequencies are the same."""
     off_C = (one_C.double() - other_C).abs()
     return bool((off_C <= 1e-8 + 2 * SAME * other_C.abs()).all())
+
+
+def describe_call(call: AttentionCall, factor: float = 1.0) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields of an attention call alone, and its parts that no field holds.
+
+    Args:
+        call: of a module.
+        factor: of the scores, that the module applied in front of the call.
+    """
+    missing: list[str] = []
+    fields: dict[str, Any] = {
+        "heads": call.query.shape[1],
+        "kv_heads": call.key.shape[1],
+        "causal": bool(call.causal),
+    }
+    with noting(missing):
+        fields |= _mask_fields(call)
+    if call.softcap is not None:
+        fields["softcap"] = float(call.softcap)
+    scale = call.scale if abs(factor - 1) <= SAME else rounded(call.scale * factor)
+    if abs(scale * call.query.shape[-1] ** 0.5 - 1) > SAME:
+        fields["scale"] = scale
+    return fields, missing
+
+
+@contextlib.contextmanager
+def noting(missing: list[str]) -> Iterator[None]:
+    """Adds a part that no field holds to a list, and goes on."""
+    try:
+        yield
+    except Unfit as unfit:
+        missing.append(str(unfit))
+
+
+def reach_of(call: AttentionCall) -> tuple[int | None, int | None]:
+    """Returns how many keys to the left and to the right a query sees; None: all.
+
+    Raises:
+        Unfit: causality and a window do not say what it sees.
+    """
+    parts = parts_of(call)
+    if len(parts) != 1 or not parts[0].is_whole(call):
+        raise Unfit("a mask that differs between the sequences of a batch")
+    (part,) = parts
+    if part.mask is not None:
+        is_bias = part.mask.dtype != torch.bool
+        raise Unfit(
+            "a bias of the scores, such as that of relative positions or of ALiBi"
+            if is_bias
+            else "a mask that causality and a window do not say, such as that of chunks"
+        )
+    left, right = part.window or (None, None)
+    return left, 0 if part.causal else right
+
+
+def _mask_fields(call: AttentionCall) -> dict[str, Any]:
+    left, right = reach_of(call)
+    if left is None and right in (None, 0):
+        return {"causal": right == 0}
+    if left is None or right is None:
+        raise Unfit(f"a window of one side: got {left} and {right}")
+    return {"causal": right == 0, "window": [left, right]}
+
+
+def rounded(number: float) -> float:
+    """Returns a number with as many digits as the measurement has."""
+    return float(f"{number:.{_DIGITS}g}")

@@ -13,7 +13,7 @@ from qkv.attention.layers.detection_candidates import Candidate
 from qkv.attention.layers.layer_options import LayerOptions
 from qkv.errors import QkvError
 from qkv.models.describe.attention_run import AttentionRun
-from qkv.models.describe.call_fields import describe_call
+from qkv.models.describe.layer_fields import describe_call
 from qkv.models.describe.layer_proof import attended
 from qkv.models.describe.located_layers import LocatedLayer, not_compared
 from qkv.models.describe.rotary_angles import Unfit, error_of

@@ -11,8 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from qkv.errors import InvalidContent
 from qkv.jobs.loaded.config_fields import HARMLESS
 from qkv.models.describe.attention_run import run_attention
-from qkv.models.describe.call_fields import reach_of
 from qkv.models.describe.drawn_model import draw, read_config
+from qkv.models.describe.layer_fields import reach_of
 from qkv.models.describe.model_run import Arguments, run_model
 from qkv.models.describe.rotary_angles import Unfit
 
