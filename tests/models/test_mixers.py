@@ -335,6 +335,17 @@ def test_second_run_changes_no_state_and_calls_no_hook() -> None:
         assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
 
 
+def test_hook_of_accelerate_is_not_copied() -> None:
+    class Hook:
+        def __deepcopy__(self, _: Any) -> Any:
+            raise MemoryError
+
+    mixer = nn.Sequential(nn.Identity(), Function(recur))
+    vars(mixer[0])["_hf_hook"] = Hook()
+    model = nn.Sequential(PlainAttention(), mixer)
+    assert missed_layers(capture(model, torch.randn(2, LENGTH, WIDTH))) == ["1.1"]
+
+
 def test_random_and_stateful_functions_run_once() -> None:
     model = nn.Sequential(nn.BatchNorm1d(LENGTH), PlainAttention(), nn.Dropout(0.5)).train()
     x = torch.randn(3, LENGTH, WIDTH)

@@ -187,6 +187,8 @@ def _shared(module: nn.Module) -> dict[int, Any]:
     shared: dict[int, Any] = {id(p): p for p in module.parameters()}
     for part in module.modules():
         shared |= {id(getattr(part, name)): OrderedDict() for name in _HOOKS}
+        if (hook := vars(part).get("_hf_hook")) is not None:
+            shared[id(hook)] = hook  # of accelerate: it has all weights of an offloaded model
     return shared
 
 
