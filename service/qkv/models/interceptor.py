@@ -55,7 +55,6 @@ class Interceptor(Interception):
         self.is_active = False
         self._model = model
         self._modules: list[nn.Module] = []
-        self._graphs: list[str] = []
         self._closed: list[str] = []
         self.has_run = False
 
@@ -109,8 +108,8 @@ class Interceptor(Interception):
     def report_graph(self, name: str) -> None:
         """Reports a module of a compiled graph, but none inside a reported one."""
         self.calls += 1
-        if self.is_active and not any(not g or is_selected(name, g) for g in self._graphs):
-            self._graphs.append(name)
+        if self.is_active and not any(not c or is_selected(name, c) for c in self._closed):
+            self._closed.append(name)
             self.handler.miss(name, _COMPILED)
 
 

@@ -137,7 +137,7 @@ def innermost_module() -> RunningModule:
 
 def has_only_recorders() -> bool:
     """True if no interception in this thread changes an output."""
-    return all(interception.is_recorder for interception in interceptions())
+    return all(interception.is_recorder for interception in _interceptions())
 
 
 def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None) -> CallOutput:
@@ -151,7 +151,7 @@ def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None)
     Returns:
         The output that the model goes on with.
     """
-    for interception in interceptions():
+    for interception in _interceptions():
         interception.calls += 1
         layer = interception.name_of(module)
         if layer is None:
@@ -163,7 +163,7 @@ def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None)
 
 def report_miss(reason: str) -> None:
     """Reports a call of the innermost module that cannot be intercepted."""
-    for interception in interceptions():
+    for interception in _interceptions():
         interception.calls += 1
         interception.handler.miss(_innermost(interception).name, reason)
 
@@ -182,7 +182,7 @@ def _innermost(interception: Interception) -> RunningModule:
     return next(m for m in reversed(_thread.modules) if m.interception is interception)
 
 
-def interceptions() -> list[Interception]:
+def _interceptions() -> list[Interception]:
     """Returns the interceptions of this thread, that of the outermost handler last.
 
     Recorders are outermost, so that they see what the model goes on with. Of the others it is the
