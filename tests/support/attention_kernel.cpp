@@ -87,7 +87,7 @@ int main(int count, char** words) {
     uint64_t length;
     std::memcpy(&length, content.data(), sizeof length);
     const std::string header = content.substr(8, length);
-    for (const std::string name : {"mask", "key_lengths"})
+    for (const std::string name : {"mask", "key_lengths", "sinks"})
         if (header.find("\"" + name + "\":{") != std::string::npos) refuse("no " + name);
     const bool causal = header.find("\\\"causal\\\":true") != std::string::npos;
 

@@ -36,6 +36,8 @@ def sent(message: Message, codec: ModuleType = safetensors) -> CaseFile:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_file_holds_every_family_bit_for_bit(codec: ModuleType, dtype: str) -> None:
     for family in FAMILIES:
+        if family == "low" and dtype in ("float16", "bfloat16"):
+            continue  # no narrow dtype has such a case
         spec = CaseSpec("softmax", family, dtype, {"scale": 0.1}, {"D": 8}, seed=5)
         case = sent(drawn(spec), codec)
         call = spec.draw()
@@ -89,7 +91,7 @@ SHAPE = (2, 4, 32, 16)
         ({"value": numbers(2, 4, 32, 0)}, "value is empty: got E=0"),
         ({"mask": numbers(32, 32)}, "mask has the wrong dtype: got float32, expected bool"),
         ({"key_lengths": numbers(2, number=99, dtype="i8")}, "key_lengths is out of range"),
-        ({"sinks": numbers(4)}, "'sinks' is no input of a case"),
+        ({"alibi_slopes": numbers(4)}, "'alibi_slopes' is no input of a case"),
         (
             {
                 "query": numbers(1, 1, 1 << 14, 1), "key": numbers(1, 1, 1 << 14, 1),

@@ -128,6 +128,7 @@ def test_function_is_not_run_on_families_with_keywords_that_it_lacks() -> None:
         "grouped heads": "skipped on request",
         "mask": "the function does not take 'mask'",
         "padding": "the function does not take 'key_lengths'",
+        "sinks": "the function does not take 'sinks'",
     }
 
 

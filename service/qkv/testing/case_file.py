@@ -32,7 +32,8 @@ FIELD: Final = "case"
 GRAD_OUTPUT: Final = "grad_output"
 
 _REQUEST_FIELDS: Final = ("parameters", "dtype")
-_OPTIONAL_INPUTS: Final = {"mask": "bool", "key_lengths": "int64"}  # and their dtypes
+# and their dtypes; None: that of the case
+_OPTIONAL_INPUTS: Final = {"mask": "bool", "key_lengths": "int64", "sinks": None}
 
 _to_tensor = from_raw_like(torch.empty(0))
 
@@ -150,7 +151,7 @@ def _read_inputs(spec: CaseSpec, variant: Variant, message: Message) -> dict[str
     inputs.check_key_lengths(raw)
     input_tensors = {name: _to_tensor(x).view(inputs.shapes[name]) for name, x in raw.items()}
     for name, x in input_tensors.items():
-        expected = _OPTIONAL_INPUTS.get(name, spec.dtype)
+        expected = _OPTIONAL_INPUTS.get(name) or spec.dtype
         if str(x.dtype)[6:] != expected:
             raise InvalidContent(
                 f"{name} has the wrong dtype: got {str(x.dtype)[6:]}, expected {expected}",

@@ -40,6 +40,7 @@ class Family(NamedTuple):
         group: query heads for each key head.
         needs: inputs or axis letters that the variant must have.
         keyword: the optional input that the family sends.
+        variant: the only one that the family is for; "": any.
         is_strict: True if many right kernels fail; the family then runs only on request.
     """
 
@@ -49,6 +50,7 @@ class Family(NamedTuple):
     group: int = 1
     needs: tuple[str, ...] = ()
     keyword: str = ""
+    variant: str = ""
     is_strict: bool = False
 
 
@@ -81,6 +83,8 @@ def draw(
     tensors = _draw_floats(variant, known, generator)
     if missing := [n for n in chosen.needs if n not in tensors and n not in known]:
         raise NotDrawn(f"{variant.name} has no {missing[0]}")
+    if chosen.variant and chosen.variant != variant.name:
+        raise NotDrawn(f"it is for {chosen.variant}")
     if chosen.keyword and chosen.keyword not in variant.inputs:
         raise NotDrawn(f"{variant.name} has no input {chosen.keyword}")
     if chosen.change is not None:
@@ -186,6 +190,10 @@ def _restrict(call: Call, family: str, generator: Generator) -> Call:
             padded = (torch.arange(S) >= lengths.view(-1, 1)).view(B, 1, S, 1)
             for name in {"key", "value"} & inputs.keys():
                 inputs[name] = inputs[name].masked_fill(padded, torch.nan)
+    elif family == "sinks":
+        H = inputs["query"].shape[1]
+        sinks = 2 * torch.randn(H, generator=generator, dtype=torch.float64)
+        inputs["sinks"] = sinks.to(call.dtype)
     return Call(call.variant, inputs, call.parameters, call.dtype)
 
 
@@ -217,6 +225,19 @@ def _one_hot(tensors: Tensors, generator: Generator, dtype: torch.dtype) -> None
 def _steep(tensors: Tensors, generator: Generator, dtype: torch.dtype) -> None:
     """Makes scores of tens: a few keys have nearly all of the weight."""
     tensors["query"] *= 10
+
+
+def _low(tensors: Tensors, generator: Generator, dtype: torch.dtype) -> None:
+    """Makes all scores of the first rows about -2.45e5, with D = 16 and the usual scale.
+
+    Raises:
+        NotDrawn: the dtype is narrow: its scores may overflow, or lose all digits.
+    """
+    if dtype.itemsize < 4:
+        raise NotDrawn("scores in a narrow dtype have no digits there")
+    query = tensors["query"]
+    query[:, :, : (query.shape[2] + 1) // 2, 0] = 990
+    tensors["key"][..., 0] = -990
 
 
 def _large(tensors: Tensors, generator: Generator, dtype: torch.dtype) -> None:
@@ -271,6 +292,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "one-hot": Family("each query picks one key", _one_hot, needs=("query", "key")),
     "steep": Family("scores of tens", _steep, needs=("query", "key")),
     "large": Family("scores of hundreds", _large),
+    "low": Family(
+        "scores of -245,000 in a whole row", _low, needs=("query", "key"), variant="softmax"
+    ),
     "tiny": Family("products below the smallest normal number", _tiny),
     "near-cancelling": Family("values that nearly cancel", _near_cancelling, needs=("value",)),
     "constant rows": Family(
@@ -294,6 +318,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "grouped heads": Family("two query heads read one key head", group=2, needs=("G",)),
     "mask": Family("a boolean mask", keyword="mask"),
     "padding": Family("key_lengths", sizes={"L": 16}, keyword="key_lengths"),
+    "sinks": Family("a sink for each query head", keyword="sinks"),
     "strided": Family("not contiguous"),
     "value width": Family("E is not D", sizes={"E": 9}, needs=("E", "D"), is_strict=True),
     "blind mask": Family("rows whose mask hides all keys", keyword="mask", is_strict=True),

@@ -42,14 +42,17 @@ class Outcome(NamedTuple):
 
 
 def missing_keyword(function: Callable[..., Any], call: Call) -> str:
-    """Returns the first keyword of the call that the function does not take; "" if it takes all."""
+    """Returns the first keyword of the call that the function does not take; "" if it takes all.
+
+    One with `**keywords` takes those that every kernel may have; it has to name `sinks`.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a function of C has no signature
         return ""
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return ""
     takes = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        takes |= {*call.keywords} - {"sinks"}
     return next((name for name in call.keywords if name not in takes), "")
 
 

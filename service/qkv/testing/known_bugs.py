@@ -7,6 +7,7 @@ several mistakes have one name, each of them is a change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from qkv.testing import elu_features
 from qkv.testing.call import Call
-from qkv.testing.plain_softmax import EPSILONS, FORGOTTEN
+from qkv.testing.plain_softmax import EPSILONS, FORGOTTEN, SENTINEL, evaluate
+from qkv.testing.truth import has_derivation
 
 Change = Callable[[Call], Call]
 """Returns the call with the bug; the same call if the bug has no effect on it."""
@@ -57,6 +59,19 @@ def _flag(name: str, parameter: str = "") -> Change:
         return replace(call, flags=call.flags | {name})
 
     return change
+
+
+def _sink_flag(name: str, parameter: str = "") -> Change:
+    """Returns the change of the formula of calls with sinks."""
+    change = _flag(name, parameter)
+    return lambda call: change(call) if "sinks" in call.inputs else call
+
+
+def _lose_low_rows(call: Call) -> Call:
+    """Loses the rows whose scores are all below the number that a maximum begins with."""
+    if not has_derivation(call) or not bool((evaluate(call).scores.amax(-1) < SENTINEL).any()):
+        return call
+    return replace(call, flags=call.flags | {"sentinel"})
 
 
 def _both(first: Change, second: Change) -> Change:
@@ -219,6 +234,11 @@ KNOWN_BUGS: Final[Mapping[str, tuple[Change, ...]]] = {
         _window(1, 0), _window(-1, 0), _window(0, 1), _window(0, -1), _window(1, 1), _window(-1, -1)
     ),
     "gqa-tiled": (_tile,),
+    "sink-ignored": (_without("sinks"),),
+    "sink-counted-twice": (_on_input("sinks", lambda x: x.double() + math.log(2)),),
+    "sink-as-sigmoid": (_sink_flag("sink-gate"),),
+    "sink-capped": (_sink_flag("cap-sink", "softcap"),),
+    "finite-sentinel": (_lose_low_rows,),
     "softcap-after-mask": (_flag("cap-after-mask", "softcap"),),
     "softcap-missing": (_switched_off("softcap", None),),
     "normalizer-missing": (

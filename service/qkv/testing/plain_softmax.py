@@ -9,12 +9,16 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qkv.testing.call import Call
 from qkv.testing.visibility import visible_keys
 
 OVERFLOW = 88.72
 """exp of a greater number is infinite in float32."""
+
+SENTINEL: Final = -1e5
+"""Stands for what kernels begin a maximum with: rows whose scores are lower are lost."""
 
 EPSILONS: Final = {f"epsilon-1e-{n}": 10.0**-n for n in range(2, 13)}
 """Flags: the number that is added to the sum of a row."""
@@ -32,7 +36,8 @@ class Evaluation(NamedTuple):
 
     Attributes:
         query: (B, H, L, D).
-        key, value: (B, H, S, D) and (B, H, S, E), repeated for each query head.
+        key, value: (B, H, S, D) and (B, H, S, E), repeated for each query head. With a sink, S is
+            one more than the number of keys.
         scale: factor of the scores.
         softcap: the cap of the scores, or None.
         products: scale * sum_d q_d k_d, (B, H, L, S).
@@ -60,7 +65,8 @@ def evaluate(call: Call) -> Evaluation:
     """Computes softmax attention, changed by the flags of the call.
 
     The flags are `cap-after-mask`, `no-sum`, `no-sum-no-max`, `no-max`, `blind-nan`, `nan-spreads`,
-    and those of `EPSILONS` and `FORGOTTEN`. The result is differentiable by autograd.
+    `sentinel`, `cap-sink`, `sink-gate`, and those of `EPSILONS` and `FORGOTTEN`. A sink is one more
+    key, whose value is 0. The result is differentiable by autograd.
     """
     inputs, parameters, flags = call.exact_inputs, call.parsed, call.flags
     query, H = inputs["query"], inputs["query"].shape[1]
@@ -74,9 +80,21 @@ def evaluate(call: Call) -> Evaluation:
         scores = scores.masked_fill(~visible, -softcap)
         visible = torch.ones_like(visible)
     scores = scores.masked_fill(~visible, -torch.inf)
+    is_blind = ~visible.any(-1, keepdim=True)
+    gate = None
+    if (sinks := inputs.get("sinks")) is not None:
+        sinks = sinks[:, None, None]
+        if "sink-gate" in flags:
+            gate = sinks.sigmoid()
+        else:
+            if "cap-sink" in flags and softcap is not None:
+                sinks = softcap * (sinks / softcap).tanh()
+            sinks = sinks.expand(*scores.shape[:3], 1)
+            scores, products = (torch.cat([x, sinks], -1) for x in (scores, products))
+            visible = pad(visible, (0, 1), value=True)
+            key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
     top = scores.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0.0)
-    is_blind = ~visible.any(-1, keepdim=True)
     without_max = bool(flags & {"no-max", "no-sum-no-max"})
     weights = (scores - (0.0 if without_max else top)).exp()
     if without_max:
@@ -88,6 +106,10 @@ def evaluate(call: Call) -> Evaluation:
         total = summed.sum(-1, keepdim=True)
         total = total if without_max else total.masked_fill(is_blind, 1.0)
         weights = weights / (total + sum(EPSILONS.get(flag, 0.0) for flag in flags))
+    if "sentinel" in flags:
+        weights = weights.masked_fill(top < SENTINEL, 0.0)
+    if gate is not None:
+        weights, is_normalized = weights * gate, False
     if "blind-nan" in flags:
         weights = weights.masked_fill(is_blind, torch.nan)
     output = weights @ value

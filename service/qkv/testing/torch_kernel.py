@@ -14,13 +14,15 @@ from qkv.testing.visibility import visible_keys
 def run_torch_kernel(call: Call, gradients: bool = False) -> dict[str, Tensor]:
     """Returns the results of `scaled_dot_product_attention` by name.
 
-    There are none if torch has no kernel for the call: other variants, and softcap.
+    There are none if torch has no kernel for the call: other variants, softcap, and sinks.
 
     Args:
         call: the call.
         gradients: True to add those of query, key and value.
     """
-    if not has_derivation(call) or call.parsed.get("softcap") is not None:
+    if not has_derivation(call) or "sinks" in call.inputs:
+        return {}
+    if call.parsed.get("softcap") is not None:
         return {}
     visible = visible_keys(call)
     sent = {n: call.inputs[n].clone().requires_grad_(gradients) for n in ("query", "key", "value")}

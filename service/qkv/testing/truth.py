@@ -12,7 +12,7 @@ from qkv.testing.call import Call
 from qkv.testing.condition import reference_gradients, reference_result
 
 _PLAIN_PARAMETERS = {"causal", "query_offset", "scale", "softcap", "window"}
-_PLAIN_INPUTS = {"query", "key", "value", "mask", "key_lengths"}
+_PLAIN_INPUTS = {"query", "key", "value", "mask", "key_lengths", "sinks"}
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ def find_truth(call: Call, gradients: bool = False) -> Truth:
         output = budget.output_budget(steps, call.dtype)
         allowed: dict[str, Tensor] = {}
         if exact and call.grad_output is not None:
+            G, S = call.inputs["key"].shape[1:3]
             allowed = gradient_budget.gradient_budgets(
-                steps, call.grad_output.double(), call.dtype, call.inputs["key"].shape[1]
+                steps, call.grad_output.double(), call.dtype, G
             )
+            allowed |= {n: allowed[n][:, :, :S] for n in ("key", "value")}  # without a sink
     else:
         output = condition.output_budget(call, result)
         allowed = condition.gradient_budgets(call) if exact else {}

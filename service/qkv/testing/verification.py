@@ -67,7 +67,8 @@ def verify(
     The function is called as `function(query, key, value, **keywords)` with tensors (B,H,L,D),
     (B,G,S,D), (B,G,S,E) and returns (B,H,L,E), in the dtype and on the device of the inputs. Its
     keywords are the parameters given here, and what a family sends: `mask` (bool, broadcastable to
-    (B,H,L,S)) or `key_lengths` (int64 (B,)). Other variants pass their required inputs in order.
+    (B,H,L,S)), `key_lengths` (int64 (B,)) or `sinks` ((H,)). Other variants pass their required
+    inputs in order.
 
     Args:
         function: the function to check. It does not run on families with keywords that it lacks.
