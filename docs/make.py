@@ -1,4 +1,4 @@
-"""Generates docs/variants.md with its pictures, the README's table and the table of settings.
+"""Generates docs/variants.md with its pictures, the README's list and the table of settings.
 
 It also generates the examples of the OpenAPI document.
 
@@ -60,18 +60,8 @@ def draw_pictures() -> dict[str, str]:
 
 
 def _summary(variants: list[Variant]) -> Iterator[str]:
-    """Yields the README's table and the pictures below it, which a table would shrink."""
-    yield "| variant | formula |\n| --- | --- |"
-    for variant in variants:
-        formula = _code(catalogue.describe(variant)["formula"])
-        yield f"| [{variant.name}](docs/variants.md#{variant.name}) | {formula} |"
-    yield ""
-    for variant in variants:
-        if variant_pictures.has_matrix(variant):
-            yield (
-                f'<a href="docs/variants.md#{variant.name}"><img height="170" '
-                f'src="{PICTURES}/{variant.name}.svg" alt="The weights of {variant.name}"></a>'
-            )
+    """Yields the README's list of the variants."""
+    yield from (f"- [{v.name}](docs/variants.md#{v.name}): {v.summary}" for v in variants)
 
 
 def _page(variants: list[Variant]) -> Iterator[str]:

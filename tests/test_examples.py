@@ -101,8 +101,8 @@ def test_stored_notebook_is_complete_and_small(path: Path) -> None:
 
 def test_every_notebook_is_executed_and_linked() -> None:
     assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == sorted(NAMES)
-    readme = (ROOT / "README.md").read_text()
-    assert all(f"](examples/{name}.ipynb)" in readme for name in NAMES)
+    pages = (ROOT / "docs/README.md").read_text()
+    assert all(f"](../examples/{name}.ipynb)" in pages for name in NAMES)
 
 
 def test_page_of_the_oracle_has_the_counts_of_its_notebook() -> None:

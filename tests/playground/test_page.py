@@ -22,7 +22,7 @@ def test_page_opens_with_the_six_words_example(open_page: Open, server: Server) 
     expect(page.locator("#kind")).to_have_text("stochastic")
     row = page.locator("#row")
     expect(row.get_by_role("heading")).to_have_text("journey")
-    # the figures of the README
+    # the figures of docs/python.md
     expect(row.locator("tbody tr").first).to_have_text(re.compile("journey.*0.2379"))
     assert read_weights(page)["journey"] == [0.1385, 0.2379, 0.2333, 0.1240, 0.1082, 0.1581]
 
