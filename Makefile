@@ -69,29 +69,29 @@ page: ## bundle the modules and styles of the page, after a change of them
 	@cd service/qkv/playground && npx --yes $(ESBUILD) page=app.js docs=docs.js page=css/all.css \
 		--bundle --minify --format=esm --target=es2022 --log-level=warning --outdir="$(PAGE)"
 
-bench: .venv/.installed ## measure the cost of a request, into docs/performance.md
+bench: .venv/.installed ## measure the cost of a request, into bench/results/requests.md
 	@.venv/bin/python bench/run.py --write $(ARGS)
 
 clusters: .venv/.installed ## measure replicas on Ray in ten minutes, into docs/ray.md
 	@PYTHONPATH=tests .venv/bin/python bench/clusters.py --write $(ARGS)
 
-capacity: .venv/.installed ## measure what a request costs each process, into docs/capacity.md
+capacity: .venv/.installed ## measure what a request costs each process, into bench/results/capacity.md
 	@.venv/bin/python bench/capacity.py --write $(ARGS)
 
-gpu: .venv/.installed ## test and measure a GPU in five minutes, into docs/gpu.md
+gpu: .venv/.installed ## test and measure a GPU in five minutes, into bench/results/gpu.md
 	@PYTHONPATH=tests .venv/bin/python bench/on_gpu.py --write $(ARGS)
 
 accuracy: .venv/.installed ## measure every variant against its reference, into docs/accuracy.md
 	@PYTHONPATH=tests .venv/bin/python bench/accuracy.py --write $(ARGS)
 
-layouts: .venv/.installed ## compare layers with real modules, into docs/layouts.md
+layouts: .venv/.installed ## compare layers with real modules, into bench/results/layouts.md
 	@PYTHONPATH=tests .venv/bin/python bench/layouts.py --write $(ARGS)
 
-census: .venv/.installed ## serve small models of all types and compare, into docs/serve-a-model.md
+census: .venv/.installed ## serve small models of all types and compare, into bench/results/census.md
 	@PYTHONPATH=bench .venv/bin/python -m census --variants --write $(ARGS)
 	@PYTHONPATH=bench .venv/bin/python -m census --described --write $(ARGS)
 
-speed: .venv/.installed ## time every variant beside plain torch, into docs/speed.md and .svg
+speed: .venv/.installed ## time every variant beside plain torch, into bench/results/speed.md and .svg
 	@.venv/bin/python bench/speed.py --write $(ARGS)
 
 soak: .venv/.installed ## send mixed load for 20 minutes and check every response (ARGS="--minutes 60")

@@ -19,14 +19,14 @@ from capacity_model import FIRST_FORM, Cost, Prediction, predict_rate
 from capacity_tables import build_tables
 from load import BenchRequest, load
 from service import Service, running_service
-from tables import DOCS, Results, add_options, describe_machine, finish
+from tables import RESULTS, Results, add_options, describe_machine, finish
 from torch import Tensor
 
 from qkv.attention.catalogue import find
 from qkv.client.request_builders import build_attend
 from qkv.server.process import usable_cpus
 
-PAGE: Final = DOCS / "capacity.md"
+PAGE: Final = RESULTS / "capacity.md"
 FORMS: Final = {
     FIRST_FORM: ("float32", False),
     "q, k, v in bfloat16": ("bfloat16", False),

@@ -1,4 +1,4 @@
-"""Tables of docs/capacity.md from the costs that bench/capacity.py measures."""
+"""Tables of bench/results/capacity.md from the costs that bench/capacity.py measures."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from service import running_service
-from tables import DOCS, Cell, Results, Table, add_options, describe_machine, finish, spread
+from tables import RESULTS, Cell, Results, Table, add_options, describe_machine, finish, spread
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
@@ -26,7 +26,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from qkv import Client
 from qkv.attention.variants import gated
 
-PAGE: Final = DOCS / "speed.md"
+PAGE: Final = RESULTS / "speed.md"
 H, D = 8, 64
 OUTPUT: Final = frozenset({"output"})
 RULE: Final[Mapping[str, Any]] = {"rule": "gated_delta"}

@@ -1,4 +1,4 @@
-"""Tables of docs/gpu.md from the results of bench/on_gpu.py."""
+"""Tables of bench/results/gpu.md from the results of bench/on_gpu.py."""
 
 from __future__ import annotations
 

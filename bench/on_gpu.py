@@ -23,14 +23,14 @@ from bodies import SHAPES
 from gpu_batches import measure_bits, measure_overlap, measure_waits
 from gpu_engine import IN_FLIGHT, WARM_UP_S, measure_out_of_memory, measure_rates
 from gpu_tables import GpuResults, SuiteResult, build_tables
-from tables import DOCS, Results, add_options, describe_machine, finish
+from tables import RESULTS, Results, add_options, describe_machine, finish
 
 from qkv.engine.device.accelerator import Accelerator
 from qkv.engine.device.selection import find_device, new_device
 from qkv.engine.engine import GPU_MAX_BATCH
 from qkv.tensors import FLOATING
 
-PAGE: Final = DOCS / "gpu.md"
+PAGE: Final = RESULTS / "gpu.md"
 NO_ACCELERATOR: Final = "bench/on_gpu.py needs an accelerator, and torch finds none."
 
 T = TypeVar("T")
@@ -106,7 +106,11 @@ def run_tests(*arguments: str) -> SuiteResult:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
         done = subprocess.run(
-            [*command, *arguments], cwd=DOCS.parent, stdout=subprocess.PIPE, text=True, check=False
+            [*command, *arguments],
+            cwd=RESULTS.parents[1],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         if done.returncode not in (0, 1):  # 1: tests failed
             return SuiteResult(0, 1, 0, [f"pytest ended with status {done.returncode}"])

@@ -22,7 +22,7 @@ from fair_shares import measure_fair_shares
 from load import MIN_RESPONSES, PROCESSES, WARM_UP, LoadResult, load
 from service import ResidentMemory, Service, running_service
 from tables import (
-    DOCS,
+    RESULTS,
     Cell,
     Results,
     Table,
@@ -36,7 +36,7 @@ from workloads import WORKLOADS
 
 from qkv.server.process import usable_cpus
 
-PAGE: Final = DOCS / "performance.md"
+PAGE: Final = RESULTS / "requests.md"
 BARE: Final = "bare torch"
 PAUSE_S: Final = 0.3  # longer than OpenMP threads spin
 TEXT_FORMAT: Final = "JSON, lists"

@@ -24,13 +24,13 @@ from malloc_settings import keep_freed_memory
 from plain_torch import PLAIN_TORCH
 from speed_figure import write_figure
 from speed_tables import build_tables
-from tables import DOCS, Results, add_options, describe_machine, finish
+from tables import RESULTS, Results, add_options, describe_machine, finish
 from torch import Tensor
 
 from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
 
-PAGE: Final = DOCS / "speed.md"
+PAGE: Final = RESULTS / "speed.md"
 LENGTHS: Final = tuple(2**n for n in range(8, 17))
 QUICK: Final = LENGTHS[:3]
 SIZES: Final = {

@@ -1,4 +1,4 @@
-"""Draws docs/speed.svg: time against length, from the times of bench/speed.py."""
+"""Draws bench/results/speed.svg: time against length, from the times of bench/speed.py."""
 
 from __future__ import annotations
 

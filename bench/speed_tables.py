@@ -1,4 +1,4 @@
-"""Tables of docs/speed.md from the times of bench/speed.py."""
+"""Tables of bench/results/speed.md from the times of bench/speed.py."""
 
 from __future__ import annotations
 

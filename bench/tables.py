@@ -1,6 +1,6 @@
-"""Tables of results: the JSON that every benchmark writes, and their Markdown in a page of docs.
+"""Tables of results: the JSON that every benchmark writes, and their Markdown in a page.
 
-    python bench/tables.py results.json docs/performance.md
+    python bench/tables.py results.json bench/results/requests.md
 
 The second form writes a page from results of an earlier run.
 """
@@ -23,6 +23,7 @@ import torch
 import qkv
 
 DOCS: Final = Path(__file__).parent.parent / "docs"
+RESULTS: Final = Path(__file__).parent / "results"
 END: Final = "<!-- end -->\n"
 
 Cell = str | float | Sequence[float] | None

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 from speed import OUTPUT_ONLY, SIZES, make_variant_tensors
-from tables import DOCS, Cell, Results, Table, add_options, describe_machine, finish
+from tables import RESULTS, Cell, Results, Table, add_options, describe_machine, finish
 from torch.nn.functional import scaled_dot_product_attention
 
 from qkv.attention.catalogue import variants
@@ -114,7 +114,7 @@ def main() -> None:
             measure_row(variants()[name], 512, causal, device)
             rows.append([f"`{name}`", *measure_row(variants()[name], N, causal, device)])
     results = Results(COMMAND, header, [Table("forms of the weights", columns, rows)])
-    finish(results, DOCS / "performance.md", options)
+    finish(results, RESULTS / "requests.md", options)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ It also generates the examples of the OpenAPI document.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,30 @@ ROOT: Final = Path(__file__).parent.parent
 PICTURES: Final = "service/qkv/attention/variants/pictures"
 BEGIN: Final = "<!-- made by `make docs` -->\n"
 END: Final = "<!-- end -->\n"
+SETTINGS: Final = {
+    "Address and access": (
+        "host", "port", "api_keys", "api_keys_file", "metrics_port", "cors_origins",
+        "allowed_hosts",
+    ),
+    "Processes and devices": (
+        "workers", "device", "devices", "device_process", "threads", "max_batch", "verify_batches",
+        "tf32",
+    ),
+    "Variants and layers": (
+        "variants", "checkpoints", "strict_checkpoints", "max_checkpoint_bytes", "preload",
+        "max_device_layer_bytes",
+    ),
+    "Bounds of a request": ("max_body_bytes", "max_response_bytes", "max_scores"),
+    "The queue": ("max_queue", "max_queue_bytes", "max_queue_flops"),
+    "Times": (
+        "read_timeout_s", "write_timeout_s", "request_timeout_s", "drain_s", "stuck_s",
+        "stuck_device_s",
+    ),
+    "The log": ("request_log",),
+}  # fmt: skip
 
+_FLOATING: Final = "float64, float32, float16, bfloat16"
+_PARAMETERS: Final = "| parameter | values | default | meaning |\n| --- | --- | --- | --- |"
 _BOUNDS: Final = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -31,7 +55,7 @@ def build_files() -> dict[str, str]:
     every = list(catalogue.variants().values())
     return {
         "README.md": _with_part("README.md", _summary(every)),
-        "docs/running.md": _with_part("docs/running.md", _settings()),
+        "docs/settings.md": _with_part("docs/settings.md", _settings()),
         "docs/variants.md": "\n".join(_page(every)) + "\n",
     }
 
@@ -43,16 +67,41 @@ def _with_part(path: str, lines: Iterator[str]) -> str:
 
 
 def _settings() -> Iterator[str]:
-    """Yields the table of the settings."""
-    yield "| setting | default | meaning |\n| --- | --- | --- |"
-    for name, field in Settings.model_fields.items():
-        yield f"| `QKV_{name.upper()}` | `{field.default}` | {field.description} |"
+    """Yields a table of the settings of each group.
+
+    Raises:
+        KeyError: a setting is in no group.
+    """
+    fields = dict(Settings.model_fields)
+    for group, names in SETTINGS.items():
+        yield f"### {group}\n\n| setting | default | meaning |\n| --- | --- | --- |"
+        for name in names:
+            field = fields.pop(name)
+            default = _default(name, field.default)
+            yield f"| `QKV_{name.upper()}` | {default} | {field.description} |"
+        yield ""
+    if fields:
+        raise KeyError(f"settings without a group in docs/make.py: {', '.join(fields)}")
+
+
+def _default(name: str, value: object) -> str:
+    """Returns a default as a reader would say it: unset, false, 16 GiB, 2^50."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, int | float):
+        if name.endswith("_bytes"):
+            return f"{value / 2**30:g} GiB" if value >= 2**30 else f"{value / 2**20:g} MiB"
+        power = int(value).bit_length() - 1
+        return f"2^{power}" if power > 20 and value == 2**power else f"`{value:g}`"
+    return f"`{value}`"
 
 
 def draw_pictures() -> dict[str, str]:
     """Returns the picture of every variant that has a matrix of weights, and others, by path."""
     beside = variant_pictures.to_svg(variant_pictures.draw_delta_beside_softmax())
-    return {"docs/variants/gated.svg": beside} | {
+    return {"docs/gated.svg": beside} | {
         f"{PICTURES}/{variant.name}.svg": variant_pictures.to_svg(variant_pictures.draw(variant))
         for variant in catalogue.variants().values()
         if variant_pictures.has_matrix(variant)
@@ -70,8 +119,8 @@ def _page(variants: list[Variant]) -> Iterator[str]:
     yield (
         "This page describes every variant of attention that the service has: its formula, cost, "
         "inputs, outputs and parameters, and what it does not accept, each with the reason. For "
-        "choosing one, [speed](speed.md) and [accuracy](accuracy.md) have measured figures. "
-        "`make docs` writes the page from the files in `service/qkv/attention/variants`.\n"
+        "choosing one, [benchmarks](benchmarks.md) and [accuracy](accuracy.md) have measured "
+        "figures. `make docs` writes the page from the files in `service/qkv/attention/variants`.\n"
     )
     yield (
         "The pictures show the weights of every variant for the same input, with default "
@@ -80,12 +129,37 @@ def _page(variants: list[Variant]) -> Iterator[str]:
         "`GET /v1/variants/{variant}/picture` returns the same picture.\n"
     )
     yield from (f"- [{v.name}](#{v.name}): {v.summary}" for v in variants)
+    rows = Counter(row for variant in variants for row in _parameter_rows(variant).values())
+    shared = {
+        name: row
+        for variant in variants
+        for name, row in _parameter_rows(variant).items()
+        if rows[row] > 1
+    }
+    yield "\n## Shared names\n"
+    yield (
+        "These parameters mean the same in every variant that names them. *Floating* dtypes are "
+        "float64, float32, float16 and bfloat16. The tensors of a [state](state.md) are inputs and "
+        "outputs with the same names and shapes.\n"
+    )
+    yield _PARAMETERS
+    yield from shared.values()
     for variant in variants:
-        yield from _section(variant)
+        yield from _section(variant, shared)
 
 
-def _section(variant: Variant) -> Iterator[str]:
-    """Yields the section of one variant in docs/variants.md."""
+def _parameter_rows(variant: Variant) -> dict[str, str]:
+    """Returns a row for each parameter of a variant, by name."""
+    rows = {}
+    for name, schema in catalogue.describe(variant)["parameters"]["properties"].items():
+        default = f"`{json.dumps(schema['default'])}`" if "default" in schema else "none"
+        meaning = _cell(schema.get("description", ""))
+        rows[name] = f"| `{name}` | {_cell(_values(schema))} | {default} | {meaning} |"
+    return rows
+
+
+def _section(variant: Variant, shared: Mapping[str, str]) -> Iterator[str]:
+    """Yields the section of one variant in docs/variants.md; `shared` are rows of parameters."""
     description = catalogue.describe(variant)
     yield f"\n## {variant.name}\n\n{description['summary']}\n"
     if variant_pictures.has_matrix(variant):
@@ -94,28 +168,37 @@ def _section(variant: Variant) -> Iterator[str]:
     yield f"| formula | {_code(description['formula'])} |"
     yield from (f"| {word} | {_cell(description[word])} |" for word in ("paper", "cost", "weights"))
     if description["gradients"]:
-        yield f"| gradients | {', '.join(f'`{name}`' for name in description['gradients'])} |"
+        yield f"| gradients | {_names(description['gradients'])} |"
+    own = {n: row for n, row in _parameter_rows(variant).items() if row != shared.get(n)}
+    if others := [name for name in _parameter_rows(variant) if name not in own]:
+        yield f"| [shared parameters](#shared-names) | {_names(others)} |"
     yield "\n| input | shape | dtypes |\n| --- | --- | --- |"
     for name, spec in description["inputs"].items():
         notes = [", broadcastable"] * spec["broadcasts"] + [", optional"] * spec["optional"]
         notes += [", last axis optional"] * variant.tensors[name].may_omit_last
         shape = f"({', '.join(spec['shape'])}){''.join(notes)}"
-        yield f"| `{name}` | {shape} | {', '.join(spec['dtypes'])} |"
+        dtypes = ", ".join(spec["dtypes"]).replace(_FLOATING, "floating")
+        yield f"| `{name}` | {shape} | {dtypes} |"
     yield "\n| output | shape | dtype |\n| --- | --- | --- |"
     for name, spec in description["outputs"].items():
-        yield f"| `{name}` | ({', '.join(spec['shape'])}) | {spec['dtype']} |"
+        if not name.startswith("state."):
+            yield f"| `{name}` | ({', '.join(spec['shape'])}) | {spec['dtype']} |"
     if description["steps"]:
         yield "\n| step | shape | part of the formula | meaning |\n| --- | --- | --- | --- |"
         yield from map(_step_row, description["steps"]["names"])
-    if properties := description["parameters"]["properties"]:
-        yield "\n| parameter | values | default | meaning |\n| --- | --- | --- | --- |"
-    for name, schema in properties.items():
-        default = f"`{json.dumps(schema['default'])}`" if "default" in schema else "none"
-        meaning = _cell(schema.get("description", ""))
-        yield f"| `{name}` | {_cell(_values(schema))} | {default} | {meaning} |"
+    if own:
+        yield f"\n{_PARAMETERS}"
+    yield from own.values()
     if description["refuses"]:
         yield "\n| not accepted | reason |\n| --- | --- |"
-    yield from (f"| `{name}` | {_cell(why)} |" for name, why in description["refuses"].items())
+    reasons = dict.fromkeys(description["refuses"].values())
+    for reason in reasons:
+        names = [name for name, why in description["refuses"].items() if why == reason]
+        yield f"| {_names(names)} | {_cell(reason)} |"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _step_row(step: Mapping[str, Any]) -> str:

@@ -74,7 +74,7 @@ def draw(variant: Variant) -> Figure:
 
 
 def draw_delta_beside_softmax() -> Figure:
-    """Returns the figure of docs/variants/gated.md: softmax and a gated delta rule."""
+    """Returns the figure of docs/state.md: softmax and a gated delta rule."""
     tokens = inputs(catalogue.find("gated"))
     gates = {name: np.full((1, 1, len(TOKENS)), x) for name, x in _GATES.items()}
     rule = {"rule": "gated_delta", "normalize_qk": True}

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 import qkv
 import qkv.testing
@@ -39,7 +40,8 @@ PAGES: Final = {
 EVERYTHING: Final = "\n".join(PAGES.values())
 # Their examples build on each other, or are files of variants: tests of their own run them.
 ELSEWHERE: Final = re.compile(
-    r"^# The oracle.*|^# A variant is one file.*|^## Six commands\n.*?(?=^## |\Z)", re.M | re.S
+    r"^# The oracle.*|^# A variant is one file.*|^## Serve a model's layers\n.*?(?=^## |\Z)",
+    re.M | re.S,
 )
 TEXTS: Final = [ELSEWHERE.sub("", page) for page in PAGES.values()]
 
@@ -184,6 +186,14 @@ def test_compare_and_sweep_example_prints_the_documented_output(url: str, tmp_pa
     assert without_numbers[0] == without_numbers[1]
 
 
+def test_variant_of_the_contributing_page_passes_its_checks(tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```python variant\n(.*?)^```$", EVERYTHING, re.MULTILINE | re.DOTALL)
+    (tmp_path / "cosine.py").write_text(text)
+    done = CliRunner().invoke(main, ["check-variant", str(tmp_path / "cosine.py")])
+    assert done.exit_code == 0
+    assert done.stdout.endswith(" 0 failed\n")
+
+
 def test_generated_parts_are_up_to_date() -> None:
     """They are what `make docs` writes: variants, their pictures, settings with their defaults."""
     make = runpy.run_path(str(ROOT / "docs/make.py"))
@@ -196,7 +206,8 @@ def test_generated_parts_are_up_to_date() -> None:
 
 def test_every_public_name_is_described() -> None:
     """Those of Python, the commands, the layouts and the settings, as code."""
-    methods = {name for name in vars(Client) if not name.startswith("_")} - {"stream"}  # of Sweep
+    inner = {"send", "stream"}  # what the methods share with those of AsyncClient
+    methods = {name for name in vars(Client) if not name.startswith("_")} - inner
     names = {*qkv.__all__, *qkv.testing.__all__, *methods, *layout_catalogue.known()} | {
         f"QKV_{name.upper()}" for name in Settings.model_fields
     }
@@ -231,15 +242,17 @@ def test_every_link_has_a_target(page: str) -> None:
             ], link
 
 
-def test_stated_cost_of_a_request_is_the_measured_one() -> None:
-    """Beside bare torch, at one head of 64 tokens, eight of 128, and eight of 1,024."""
-    ((first, *row),) = re.findall(
-        r"^\| V2 binary \|" + r" *(\S+)[^|]*\|" * 6 + "$", EVERYTHING, re.MULTILINE
-    )
-    stated = re.search(r"([\d.]+) times .* ([\d.]+) times .* ([\d.]+) times", PAGES["README.md"])
-    assert stated
-    assert list(stated.groups()) == [row[0], row[2], row[4]]
-    assert f"{float(first):.1f} ms" in PAGES["README.md"]
+def test_every_stated_measurement_is_in_a_measured_table() -> None:
+    number = re.compile(r"(?<![\d.])\d+\.\d+(?!\d|\.\d)")
+    measured = {
+        figure
+        for page, text in PAGES.items()
+        if page.startswith("bench/results/")
+        for figure in number.findall(text)
+    }
+    for text in (PAGES["docs/benchmarks.md"], PAGES["README.md"].partition("## Status")[2]):
+        assert set(number.findall(text)) - measured == set()
+        assert number.search(text)
 
 
 def test_no_file_names_a_machine_or_a_registry() -> None:

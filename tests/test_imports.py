@@ -1,4 +1,4 @@
-"""Tests of the imports inside qkv: the table in CONVENTIONS.md, and a client without torch."""
+"""Tests of the imports inside qkv: the table in CONTRIBUTING.md, and a client without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.paths import ROOT
 
 PACKAGE = Path(qkv.__file__).parent
 
-TABLE = re.findall(r"^(\w+) +-> (.*)$", (ROOT / "CONVENTIONS.md").read_text(), re.MULTILINE)
+TABLE = re.findall(r"^(\w+) +-> (.*)$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
 # The imports that each folder or top-level module may make inside qkv, beside its own files.
 ALLOWED = {name: set(imported.split(", ")) for name, imported in TABLE}
 

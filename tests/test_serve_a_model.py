@@ -1,4 +1,4 @@
-"""The six commands of docs/serve-a-model.md, one after the other, as a user types them."""
+"""The six commands of docs/layers.md, one after the other, as a user types them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from support.loaded_checkpoints import minilm_folder
 from support.paths import ROOT
 from support.processes import Process
 
-PAGE: Final = (ROOT / "docs/serve-a-model.md").read_text().partition("## Described layers")[0]
+PAGE: Final = (
+    (ROOT / "docs/layers.md")
+    .read_text()
+    .partition("## Serve a model's layers")[2]
+    .partition("## Described layers")[0]
+)
 BLOCKS: Final[Sequence[tuple[str, str]]] = re.findall(
     r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
 )

@@ -1,4 +1,4 @@
-"""Tests of docs/troubleshooting.md: the messages that it explains are those that users see."""
+"""Tests of docs/errors.md: the messages that it explains are those that users see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from support.paths import ROOT
 from support.service import Server, running_server
 
-PAGE: Final = (ROOT / "docs/troubleshooting.md").read_text()
+PAGE: Final = (ROOT / "docs/errors.md").read_text()
 RUN: Final = "/v1/attention/softmax"
 INPUTS: Final[dict[str, Any]] = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1]]}
 

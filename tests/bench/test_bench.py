@@ -1,9 +1,8 @@
-"""Tests of bench/run.py and bench/peer_tables.py: checks of responses, and complete tables."""
+"""Tests of bench/run.py: checks of responses, and complete tables."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from typing import Any, Final
 import bodies
 import load
 import numpy as np
-import peer_tables
 import pytest
 import run
 import tables
@@ -141,7 +139,7 @@ def test_memory_is_sampled_before_during_and_after() -> None:
 def test_short_run_has_every_table_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, file = tmp_path / "performance.md", tmp_path / "results.json"
+    page, file = tmp_path / "requests.md", tmp_path / "results.json"
     page.write_text(run.PAGE.read_text())
     monkeypatch.setattr(run, "PAGE", page)
     run.main(["--quick", "--seconds", "0.05", "--json", str(file), "--write"])
@@ -157,34 +155,3 @@ def test_short_run_has_every_table_of_the_page(
         assert table.rows
         assert all(len(row) == len(table.columns) for row in table.rows)
         assert not [cell for row in table.rows for cell in row if isinstance(cell, bool)]
-
-
-CELL: Final = {
-    "rps": 200.0, "p50": 1.0, "p99": 2.0, "errors": 0, "short": False, "foreign": 0.0, "t": 0.0,
-}  # fmt: skip
-
-
-def write_lines(*cells: dict[str, Any]) -> str:
-    return "\n".join(json.dumps(CELL | {"wl": "S", "conc": 16} | cell) for cell in cells)
-
-
-def test_latest_cell_of_each_server_counts(tmp_path: Path) -> None:
-    lines = write_lines(
-        {"peer": "qkv", "enc": "oip-bin", "rps": 1.0},
-        {"peer": "qkv", "enc": "oip-bin"},
-        {"peer": "triton", "enc": "oip-bin", "rps": 100.0},
-        {"peer": "triton", "enc": "json", "foreign": 0.5},
-        {"peer": "ray", "enc": "raw", "errors": 1},
-        {"peer": "qkv", "enc": "json", "wl": "L", "skip": "too much text"},
-    )
-    results = peer_tables.build_results(lines, {"S": {"best_bytes": 5000.0}})
-    page = tmp_path / "performance.md"
-    page.write_text(run.PAGE.read_text())
-    tables.write_page(page, results)
-    text = page.read_text()
-    assert "Measured 1970-01-01;" in text
-    assert "| S | 16 | 200 | 100 | 2.00 |  |  | 1.00 / 2.00 | 1.00 / 2.00 |  |" in text
-    assert "| triton | `json` | 200! |" in text
-    assert "| ray | `raw` | errors |" in text
-    assert "too much" not in text
-    assert "at best 5,000 (S) per second." in text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import request_work
 
-CONVENTIONS = Path(__file__).parents[2] / "CONVENTIONS.md"
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_counts_depend_on_the_code_alone(capsys: pytest.CaptureFixture[str]) -> 
         assert work.files < work.functions < work.bytecodes
         assert sum(work.shares.values()) == pytest.approx(work.bytecodes)
         assert "engine/executor.py" in work.shares
-    way = re.findall(r"^\| `(\S+/\w+\.py)` \|", CONVENTIONS.read_text(), re.M)
+    way = re.findall(r"^\| `(\S+/\w+\.py)` \|", CONTRIBUTING.read_text(), re.M)
     assert len(way) == 10
     # a plan that the process has kept runs no code of its file
     assert set(first["JSON, six tokens, with weights"].shares) >= {*way} - {"jobs/plan.py"}

@@ -40,7 +40,7 @@ class _SpecFields(pydantic.BaseModel):
     model_config = _CONFIG
 
     family: Annotated[
-        str, pydantic.Field(description="The family of inputs: docs/oracle.md describes each.")
+        str, pydantic.Field(description="The family of inputs, as `qkv oracle --list` lists them.")
     ] = "normal"
     dtype: Annotated[
         FloatingDtype,

@@ -38,7 +38,7 @@ class Input:
     Attributes:
         name: its name on the wire.
         argument: its name in the signature, which may have a shape suffix.
-        letters: one per axis, of the legend in CONVENTIONS.md; a number is an axis of that size.
+        letters: one per axis, of the legend in CONTRIBUTING.md; a number is an axis of that size.
         broadcasts: each axis may also be 1, and leading axes may be omitted.
         may_omit_last: its last axis may be omitted; the size is then 1.
         may_be_wider: its dtype may be float32 or float64 beside narrower tensors.

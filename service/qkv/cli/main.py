@@ -40,7 +40,30 @@ def main() -> None:
     """
 
 
-@main.command(short_help="Serves over HTTP.")
+class _ServeCommand(click.Command):
+    """`qkv serve`, whose help lists the settings that have no flag."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the name, the first sentence and the default of each setting without a flag."""
+        try:
+            from qkv.settings import Settings
+        except ImportError:  # without the extra `server`
+            return
+        rows = [
+            (f"QKV_{name.upper()}", _setting_help(field.description or "", field.default))
+            for name, field in Settings.model_fields.items()
+            if name not in {option.name for option in self.params}
+        ]
+        with formatter.section("Other settings, as variables of the environment"):
+            formatter.write_dl(rows, col_max=28)
+
+
+def _setting_help(description: str, default: object) -> str:
+    first = description.partition(". ")[0].rstrip(".").replace("`", "")
+    return f"{first}." if default is None else f"{first}.  [default: {default}]"
+
+
+@main.command(cls=_ServeCommand, short_help="Serves over HTTP.")
 @click.option(
     "--host",
     metavar="ADDRESS",
@@ -86,11 +109,7 @@ def main() -> None:
     help="A checkpoint that cannot be loaded stops the start.  [env var: QKV_STRICT_CHECKPOINTS]",
 )
 def serve(checkpoints: Sequence[str], **flags: Any) -> None:
-    """Serves over HTTP until Ctrl-C or SIGTERM.
-
-    Other settings are variables of the environment, such as QKV_DEVICE and QKV_MAX_BATCH:
-    docs/running.md lists them.
-    """
+    """Serves over HTTP until Ctrl-C or SIGTERM."""
     with one_line_errors():
         settings = _load_settings(flags | {"checkpoints": ",".join(checkpoints) or None})
         # imports torch, which takes seconds; a wrong setting is reported before that

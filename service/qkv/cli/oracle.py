@@ -77,8 +77,8 @@ def oracle(
 
     A kernel reads the file and writes its results; `qkv verify` judges them. The same options draw
     the same numbers. The file has the tensors of a run, and grad_output for a backward pass.
-    docs/oracle.md describes its layout. It is .safetensors or .json; it is also a SOURCE of
-    `qkv attend` and `qkv gradients`.
+    It is .safetensors, with the parameters and the case as JSON under `qkv` in its metadata, or
+    .json; it is also a SOURCE of `qkv attend` and `qkv gradients`.
 
     \b
     qkv oracle softmax --family steep --seed 7 -o case.safetensors

@@ -326,7 +326,7 @@ class Client:
         Args:
             function: the function to judge.
             variant: the name of the variant that it computes, for instance "softmax".
-            family: of the inputs, for instance "mask"; docs/oracle.md describes each.
+            family: of the inputs, for instance "mask"; `qkv oracle --list` lists all.
             dtype: of the inputs and results.
             sizes: by axis letter (B, H, G, L, S, D, E); the family chooses the others.
             gradients: True to judge gradients too: `grad_output` is one more argument, and the

@@ -1,6 +1,6 @@
 """The oracle: checks that an attention function is right, and names the bug if it is not.
 
-`verify` returns a report, `assert_matches` raises. docs/oracle.md derives the errors that are
+`verify` returns a report, `assert_matches` raises. docs/accuracy.md derives the errors that are
 allowed. It needs torch, which the extra `server` installs.
 """
 

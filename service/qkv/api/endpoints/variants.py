@@ -77,7 +77,7 @@ def router() -> APIRouter:
         "/v1/variants/{variant}/picture",
         operation_id="get_picture",
         summary="Returns a picture of a variant's weights.",
-        description="The weights for an example input, which docs/variants.md describes.",
+        description="The weights for sixteen tokens: b c d occurs three times, and H is large.",
         response_class=Response,
         responses={200: _SVG, 304: NOT_MODIFIED, **unknown},
     )
