@@ -255,13 +255,10 @@ class AsyncClient:
         """Returns the response to one request."""
         request = self._templates.build(spec)
         try:
-            response = await self._transport.handle_async_request(request)
-            response.request = request
-            await response.aread()
+            return await self._transport.handle_async_request(request)
         except httpx.RequestError as error:
             error.request = request
             raise
-        return response
 
     async def stream(self, spec: StreamSpec) -> AsyncGenerator[ServerSentEvent]:
         """Yields the events of a response. Retries only until the first event."""
