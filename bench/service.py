@@ -60,7 +60,13 @@ class Service:
     @property
     def resident_bytes(self) -> int:
         """Resident bytes of all processes of the service; shared pages count once."""
-        return sum(map(_proportional_bytes, _process_tree(self.pid)))
+        return sum(_proportional_bytes(pid, "Pss") for pid in _process_tree(self.pid))
+
+    @property
+    def own_bytes(self) -> int:
+        """The same without pages of files: other programs that share them change their count."""
+        pids = _process_tree(self.pid)
+        return sum(_proportional_bytes(pid, "Pss_Anon", "Pss_Shmem") for pid in pids)
 
     @property
     def cpu_s(self) -> ProcessTimes:
@@ -136,12 +142,12 @@ def _process_tree(pid: int) -> list[int]:
     return [pid, *(each for child in children for each in _process_tree(int(child)))]
 
 
-def _proportional_bytes(pid: int) -> int:
-    """Returns the proportional set size: pages that n processes share count as an n-th in each."""
+def _proportional_bytes(pid: int, *names: str) -> int:
+    """Returns proportional set sizes: pages that n processes share count as an n-th in each."""
     with suppress(FileNotFoundError, ProcessLookupError):
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        if match := re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE):
-            return int(match[1]) * 1024
+        found = dict(re.findall(r"^(\w+):\s+(\d+) kB", rollup, re.MULTILINE))
+        return 1024 * sum(int(found.get(name, 0)) for name in names)
     return 0
 
 

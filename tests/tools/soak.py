@@ -54,7 +54,7 @@ class SoakResults:
         counts: number of requests by action and status, such as "valid 200".
         failures: failed checks.
         latencies_s: times of correct responses, by format.
-        memory: samples of seconds since the start, and resident bytes.
+        memory: samples of seconds since the start, and bytes of the processes without files.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -233,7 +233,7 @@ def run_soak(
 
     def sample() -> None:
         while not stop.wait(_SAMPLE_PERIOD_S):
-            results.memory.append((time.monotonic() - start, service.resident_bytes))
+            results.memory.append((time.monotonic() - start, service.own_bytes))
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -279,9 +279,10 @@ def format_report(results: SoakResults, duration_s: float, workers: int) -> tupl
             verdict = "not checked, the test was too short"
         medians = [f"{median / 2**20:.0f}" for median in compute_medians(results.memory)]
         lines.append(
-            f"memory (PSS of all processes): {', '.join(medians)} MiB (medians of thirds), a rise "
-            f"of {trend.rise:+.2%} after the first third, {trend.hourly_bytes / 2**20:+.1f} MiB an "
-            f"hour: {verdict} (flat is at most {MAX_RISE:.0%})"
+            f"memory (PSS of all processes without files): {', '.join(medians)} MiB (medians of "
+            f"thirds), a rise of {trend.rise:+.2%} after the first third, "
+            f"{trend.hourly_bytes / 2**20:+.1f} MiB an hour: {verdict} (flat is at most "
+            f"{MAX_RISE:.0%})"
         )
     return "\n".join(lines), is_passed
 
