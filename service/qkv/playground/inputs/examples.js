@@ -1,12 +1,8 @@
 // Example inputs. The page computes each one; they are the same every time.
 
 import { fromNumbers } from "../data/tensors.js";
+import { WORDS } from "./six_words.js";
 
-// prettier-ignore
-const WORD_VECTORS = [
-  0.43, 0.15, 0.89,  0.55, 0.87, 0.66,  0.57, 0.85, 0.64,
-  0.22, 0.58, 0.33,  0.77, 0.25, 0.10,  0.05, 0.80, 0.55,
-];
 const WORD_LABELS = ["Your", "journey", "starts", "with", "one", "step"];
 
 // torch.rand after torch.manual_seed(1234), as in the exercise of the book
@@ -104,7 +100,7 @@ function createTensor(name, shape, numbers, role = name) {
   return { name, role, tensor: isShort ? { ...tensor, literal: true } : tensor };
 }
 
-const createWords = (role) => createTensor("words", [6, 3], WORD_VECTORS, role);
+const createWords = (role) => createTensor("words", [6, 3], WORDS.flat(), role);
 
 function createInduction() {
   const text = "the cat saw the dog and the dog saw the cat and then the cat saw the dog again";

@@ -1,6 +1,6 @@
 // State and decoding: what has to be kept of a text to compute its next word.
 
-import { WORDS } from "./six_words.js";
+import { WORDS } from "../inputs/six_words.js";
 
 const HALF = Math.log(0.5);
 const FORGETTING = [

@@ -1,6 +1,6 @@
 // Several heads: two maps over the same words, and how a layer joins what they found.
 
-import { WORDS } from "./six_words.js";
+import { WORDS } from "../inputs/six_words.js";
 
 // head 0 compares the first two numbers of the words, head 1 the third
 const LAYER = {

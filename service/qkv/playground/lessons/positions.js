@@ -1,6 +1,6 @@
 // Positions: attention has no order, and what rotations and distances do to a score.
 
-import { WORDS } from "./six_words.js";
+import { WORDS } from "../inputs/six_words.js";
 
 const SAME = "no no no no no no";
 

@@ -1,4 +1,4 @@
-// The vectors of the six words, for stops that send them in a state of their own.
+// The vectors of the six words: of the example, and of stops of lessons that send them themselves.
 
 export const WORDS = [
   [0.43, 0.15, 0.89],
