@@ -38,8 +38,11 @@ def test_each_file_has_a_public_path() -> None:
 def test_files_are_served_unchanged(server: Server) -> None:
     for path, (place, media_type) in SERVED.items():
         content, tags = (FOLDER / place).read_bytes(), set()
-        for coding in ("gzip", "identity"):
-            response = server.http.get(path, headers={"Accept-Encoding": coding})
+        for accepted, coding in (
+            ("gzip", "gzip"), ("br;q=1, gzip;q=0.5", "gzip"), ("identity", "identity"),
+            ("gzip;q=0", "identity"), ("br, gzip; q=0.000, deflate", "identity"),
+        ):  # fmt: skip
+            response = server.http.get(path, headers={"Accept-Encoding": accepted})
             assert response.status_code == 200
             assert response.content == content
             assert response.headers.get("content-encoding", "identity") == coding
@@ -47,7 +50,7 @@ def test_files_are_served_unchanged(server: Server) -> None:
             assert response.headers["cache-control"] == "no-cache"
             assert response.headers["vary"] == "Accept-Encoding"
             assert response.headers["x-content-type-options"] == "nosniff"
-            head = server.http.head(path, headers={"Accept-Encoding": coding})
+            head = server.http.head(path, headers={"Accept-Encoding": accepted})
             assert head.status_code == 200
             assert not head.content
             assert head.headers["content-length"] == response.headers["content-length"]

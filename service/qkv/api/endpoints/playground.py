@@ -7,6 +7,7 @@ would load six at a time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from gzip import compress
 from hashlib import sha256
@@ -55,6 +56,8 @@ _DOCS_POLICY: Final = {
     .replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
     .replace("img-src 'self'", "img-src 'self' data:")
 }
+
+_GZIP: Final = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")  # unless it is refused
 
 _SWAGGER_PATHS: Final = ("swagger-ui-bundle.js", "swagger-ui.css")
 
@@ -131,7 +134,7 @@ def _file_response(request: Request, file: _File, policy: Mapping[str, str] = {}
     """
     headers = {**_POLICY, **policy, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
     content, headers["ETag"] = file.content, file.etag
-    if "gzip" in request.headers.get("Accept-Encoding", ""):
+    if _GZIP.search(request.headers.get("Accept-Encoding", "")):
         content, headers["ETag"] = file.compressed, f"W/{file.etag}"
         headers["Content-Encoding"] = "gzip"
     known_etags = request.headers.get("If-None-Match", "").split(",")
