@@ -35,7 +35,8 @@ def test_names_in_tables_and_lines_are_escaped(model: Path, tmp_path: Path) -> N
 
 def test_names_in_errors_are_escaped(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
-    line = error_of(tmp_path, "convert", model, "--to", "v2", "-o", target, "--prefix", HOSTILE)
+    words = ("convert", model, "--to", "v2", "-o", target, "--prefix", HOSTILE)
+    line = error_of(tmp_path, *words, QKV_URL="http://127.0.0.1:1")  # no service is there
     assert line.isprintable()
     wrong = write_tensors(tmp_path / "xy.safetensors", "tensors", {HOSTILE: normal(2)})
     line = error_of(tmp_path, "detect", model, "--check", wrong, "--local")
