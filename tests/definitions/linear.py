@@ -17,6 +17,8 @@ def linear(
     tail.
     """
     (L, _), S = query.shape, len(key)
+    # the sum of two exponents rounds by its size: wider than float64, that is no error here
+    query, key = query.astype(np.longdouble), key.astype(np.longdouble)
     q, k = (np.where(x > 0, np.log1p(np.maximum(x, 0)), x) for x in (query, key))
     terms = q[:, None] + k
     if causal:
@@ -29,4 +31,5 @@ def linear(
     total = a.sum(1, keepdims=True) + shared[:, -1:]
     if normalize:
         a, shared = (x / np.where(total == 0, 1, total) for x in (a, shared))
-    return {"output": a @ value + shared[:, :-1], "weights": a[:, first:]}
+    found = {"output": a @ value + shared[:, :-1], "weights": a[:, first:]}
+    return {name: x.astype(np.float64) for name, x in found.items()}
