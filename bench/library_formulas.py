@@ -1,14 +1,13 @@
 """The mathematics of the variants as in libraries: one einsum per product, as in the papers' code.
 
 The formulas are those of fast-transformers (linear), of the repositories of Efficient Attention and
-of MAResU-Net (taylor), of linformer-pytorch, and of the paper (sigmoid). Only the denominator has a
-guard. `mean` and
-`softmax` are functions of torch, in plain_torch.py.
+of MAResU-Net (taylor), and of linformer-pytorch. Only the denominator has a guard. `mean` and
+`softmax` are functions of torch, in plain_torch.py. `sigmoid` has none: einsums of the whole matrix
+would need 26 GB at 16,384 tokens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -48,15 +47,9 @@ def _linformer(
     return torch.einsum("bhlr,bhre->bhle", weights, v)
 
 
-def _sigmoid(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    scores = torch.einsum("bhld,bhsd->bhls", query, key) * query.shape[-1] ** -0.5
-    return torch.einsum("bhls,bhse->bhle", torch.sigmoid(scores - math.log(key.shape[2])), value)
-
-
 LIBRARY_FORMULAS: Final[Mapping[str, Callable[..., Tensor]]] = {
     "efficient": _efficient,
     "linear": _linear,
     "linformer": _linformer,
-    "sigmoid": _sigmoid,
     "taylor": _taylor,
 }

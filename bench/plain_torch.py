@@ -59,9 +59,13 @@ def _softmax(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
 
 
 def _sigmoid(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    scores = (query * query.shape[-1] ** -0.5) @ key.mT
-    weights: Tensor = scores.sub_(math.log(key.shape[-2])).sigmoid_()
-    return (weights.tril_() if causal else weights) @ value
+    query, bias, outputs = query * query.shape[-1] ** -0.5, math.log(key.shape[-2]), []
+    for start in range(0, query.shape[-2], CHUNK):  # a whole matrix would leave the cache
+        end = start + CHUNK
+        seen = slice(end if causal else None)
+        weights = (query[..., start:end, :] @ key[..., seen, :].mT).sub_(bias).sigmoid_()
+        outputs.append((weights.tril_(start) if causal else weights) @ value[..., seen, :])
+    return torch.cat(outputs, -2)
 
 
 def _dot_with_row(x: Tensor, row: Tensor) -> Tensor:
