@@ -206,8 +206,7 @@ def test_generated_parts_are_up_to_date() -> None:
 
 def test_every_public_name_is_described() -> None:
     """Those of Python, the commands, the layouts and the settings, as code."""
-    inner = {"send", "stream"}  # what the methods share with those of AsyncClient
-    methods = {name for name in vars(Client) if not name.startswith("_")} - inner
+    methods = {name for name in vars(Client) if not name.startswith("_")}
     names = {*qkv.__all__, *qkv.testing.__all__, *methods, *layout_catalogue.known()} | {
         f"QKV_{name.upper()}" for name in Settings.model_fields
     }

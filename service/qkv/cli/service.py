@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 def send(url: str, api_key: str | None, spec: RequestSpec[_T]) -> _T:
     """Sends a request and returns the parsed response."""
     with open_client(url, api_key) as client:
-        return client.send(spec)
+        return client._send(spec)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class AsyncClient:
     ) -> Run:
         """Runs a variant: see `Client.attend`."""
         arguments = await self._arrays(inputs_and_parameters, variant)
-        return await self.send(build_attend(variant, layer, outputs, weights, arguments))
+        return await self._send(build_attend(variant, layer, outputs, weights, arguments))
 
     async def gradients(
         self,
@@ -98,7 +98,7 @@ class AsyncClient:
         arguments = await self._arrays(
             {**inputs_and_parameters, "grad_output": grad_output}, variant
         )
-        return await self.send(build_gradients(variant, layer, arguments))
+        return await self._send(build_gradients(variant, layer, arguments))
 
     async def compare(
         self,
@@ -113,7 +113,7 @@ class AsyncClient:
     ) -> Comparison:
         """Compares variants with a baseline on the same inputs: see `Client.compare`."""
         arguments = await self._arrays(inputs_and_parameters, anchor, *variants)
-        return await self.send(
+        return await self._send(
             build_compare(variants, anchor, repeats, rows, per_head, layer, arguments)
         )
 
@@ -139,7 +139,7 @@ class AsyncClient:
         inputs = {"batch": batch, "heads": heads, "width": width, "dtype": dtype}
         fields = {**inputs, "repeats": repeats, "seed": seed, "mode": mode}
         spec = build_sweep(variants, lengths, fields, parameters)
-        return AsyncSweep(self.stream(spec), progress)
+        return AsyncSweep(self._stream(spec), progress)
 
     async def convert(
         self,
@@ -156,7 +156,7 @@ class AsyncClient:
         bias: str | None = None,
     ) -> Converted:
         """Converts weights to another layout: see `Client.convert`."""
-        return await self.send(
+        return await self._send(
             build_convert(
                 tensors, source, target, prefix=prefix, heads=heads, kv_heads=kv_heads, rope=rope,
                 to_order=to_order, grouped=grouped, bias=bias,
@@ -179,7 +179,7 @@ class AsyncClient:
         """Finds layout, heads and rotary order of a layer: see `Client.detect`."""
         known = {"prefix": prefix, "heads": heads, "kv_heads": kv_heads, "scale": scale}
         fields = {"from": source, **known, "rope": rope and dict(rope)}
-        return await self.send(build_detect(tensors, x, y, fields))
+        return await self._send(build_detect(tensors, x, y, fields))
 
     async def verify(
         self,
@@ -197,19 +197,19 @@ class AsyncClient:
         """Judges a function, which may be async: see `Client.verify`."""
         options = {"family": family, "dtype": dtype, "sizes": sizes, "gradients": gradients}
         fields = {**options, "seed": seed, "parameters": parameters}
-        drawn = await self.send(build_draw(variant, like, fields))
+        drawn = await self._send(build_draw(variant, like, fields))
         results = function(**drawn.arguments)
         if inspect.isawaitable(results):
             results = await results
-        return await self.send(build_judge(drawn, results))
+        return await self._send(build_judge(drawn, results))
 
     async def layers(self) -> list[dict[str, Any]]:
         """Returns the layers that the service has loaded: see `Client.layers`."""
-        return (await self.send(build_layers()))["layers"]
+        return (await self._send(build_layers()))["layers"]
 
     async def variants(self) -> list[dict[str, Any]]:
         """Returns the catalogue: see `Client.variants`."""
-        return await self.send(build_variants())
+        return await self._send(build_variants())
 
     async def _arrays(self, arguments: Mapping[str, Any], *choices: Choice) -> Mapping[str, Any]:
         """Returns arguments of a request, with arrays in place of lists that are inputs of one of
@@ -236,7 +236,7 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def send(self, spec: RequestSpec[_T]) -> _T:
+    async def _send(self, spec: RequestSpec[_T]) -> _T:
         """Sends a request built by one of the `build_*` functions, and parses its response."""
         for attempt in range(self._retries + 1):
             is_last = attempt == self._retries
@@ -260,7 +260,7 @@ class AsyncClient:
             error.request = request
             raise
 
-    async def stream(self, spec: StreamSpec) -> AsyncGenerator[ServerSentEvent]:
+    async def _stream(self, spec: StreamSpec) -> AsyncGenerator[ServerSentEvent]:
         """Yields the events of a response. Retries only until the first event."""
         for attempt in range(self._retries + 1):
             is_last, has_started = attempt == self._retries, False

@@ -121,7 +121,7 @@ class Client:
             httpx.TransportError: the connection broke or timed out.
         """
         arguments = self._arrays(inputs_and_parameters, variant)
-        return self.send(build_attend(variant, layer, outputs, weights, arguments))
+        return self._send(build_attend(variant, layer, outputs, weights, arguments))
 
     def gradients(
         self,
@@ -147,7 +147,7 @@ class Client:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
         arguments = self._arrays({**inputs_and_parameters, "grad_output": grad_output}, variant)
-        return self.send(build_gradients(variant, layer, arguments))
+        return self._send(build_gradients(variant, layer, arguments))
 
     def compare(
         self,
@@ -180,7 +180,9 @@ class Client:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
         arguments = self._arrays(inputs_and_parameters, anchor, *variants)
-        return self.send(build_compare(variants, anchor, repeats, rows, per_head, layer, arguments))
+        return self._send(
+            build_compare(variants, anchor, repeats, rows, per_head, layer, arguments)
+        )
 
     def sweep(
         self,
@@ -221,7 +223,7 @@ class Client:
         """
         inputs = {"batch": batch, "heads": heads, "width": width, "dtype": dtype}
         fields = {**inputs, "repeats": repeats, "seed": seed, "mode": mode}
-        return Sweep(self.stream(build_sweep(variants, lengths, fields, parameters)), progress)
+        return Sweep(self._stream(build_sweep(variants, lengths, fields, parameters)), progress)
 
     def convert(
         self,
@@ -262,7 +264,7 @@ class Client:
         Raises:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
-        return self.send(
+        return self._send(
             build_convert(
                 tensors, source, target, prefix=prefix, heads=heads, kv_heads=kv_heads, rope=rope,
                 to_order=to_order, grouped=grouped, bias=bias,
@@ -302,7 +304,7 @@ class Client:
         """
         known = {"prefix": prefix, "heads": heads, "kv_heads": kv_heads, "scale": scale}
         fields = {"from": source, **known, "rope": rope and dict(rope)}
-        return self.send(build_detect(tensors, x, y, fields))
+        return self._send(build_detect(tensors, x, y, fields))
 
     def verify(
         self,
@@ -346,8 +348,8 @@ class Client:
         """
         options = {"family": family, "dtype": dtype, "sizes": sizes, "gradients": gradients}
         fields = {**options, "seed": seed, "parameters": parameters}
-        drawn = self.send(build_draw(variant, like, fields))
-        return self.send(build_judge(drawn, function(**drawn.arguments)))
+        drawn = self._send(build_draw(variant, like, fields))
+        return self._send(build_judge(drawn, function(**drawn.arguments)))
 
     def layers(self) -> list[dict[str, Any]]:
         """Returns the layers that the service has loaded: name, layout, heads, width, parameters.
@@ -355,7 +357,7 @@ class Client:
         Raises:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
-        return self.send(build_layers())["layers"]
+        return self._send(build_layers())["layers"]
 
     def variants(self) -> list[dict[str, Any]]:
         """Returns the catalogue of variants.
@@ -366,7 +368,7 @@ class Client:
         Raises:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
-        return self.send(build_variants())
+        return self._send(build_variants())
 
     def _arrays(self, arguments: Mapping[str, Any], *choices: Choice) -> Mapping[str, Any]:
         """Returns arguments of a request, with arrays in place of lists that are inputs of one of
@@ -392,7 +394,7 @@ class Client:
     ) -> None:
         self.close()
 
-    def send(self, spec: RequestSpec[_T]) -> _T:
+    def _send(self, spec: RequestSpec[_T]) -> _T:
         """Sends a request built by one of the `build_*` functions, and parses its response."""
         for attempt in range(self._retries + 1):
             is_last = attempt == self._retries
@@ -419,7 +421,7 @@ class Client:
             raise
         return response
 
-    def stream(self, spec: StreamSpec) -> Generator[ServerSentEvent]:
+    def _stream(self, spec: StreamSpec) -> Generator[ServerSentEvent]:
         """Yields the events of a response. Retries only until the first event."""
         for attempt in range(self._retries + 1):
             is_last, has_started = attempt == self._retries, False

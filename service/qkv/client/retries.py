@@ -1,6 +1,6 @@
 """Rules for sending a request again, and the errors of connections.
 
-`Client.send`, `Client.stream` and their `AsyncClient` versions use it.
+`Client` and `AsyncClient` use it for runs and for sweeps.
 """
 
 from __future__ import annotations

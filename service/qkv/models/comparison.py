@@ -217,7 +217,7 @@ class _Comparer:
 
             comparison = Comparison.from_json(compare(message))
         else:
-            comparison = self._client.send(build_compare_message(message))
+            comparison = self._client._send(build_compare_message(message))
         sums_of: dict[tuple[int, int], HeadSums] = {}
         for n, entry in zip(request.variants, comparison.variants, strict=True):
             heads = zip(piece.heads, entry.heads or (), comparison.anchor.heads or (), strict=True)
