@@ -23,22 +23,24 @@ _DIGITS: Final = 2
 
 def build_tables(results: Mapping[Case, LargestErrors], seed: int) -> list[Table]:
     """Returns the tables at the end of docs/accuracy.md."""
-    columns = ["variant", "dtype", "output", "where", "an eps of the inputs", "random: output"]
-    columns += ["absolute", "weights", "where", "an eps of the inputs"]
-    rows = [_build_row(results, name, dtype, seed) for name in variants() for dtype in DTYPES]
-    by_family = [_build_families(results, tensor) for tensor in ("output", "weights")]
-    return [Table("by dtype", columns, rows, labels=2, digits=_DIGITS), *by_family]
-
-
-def _build_row(
-    results: Mapping[Case, LargestErrors], name: str, dtype: torch.dtype, seed: int
-) -> list[Cell]:
-    """Returns the largest errors of a variant in a dtype, and their cases."""
-    own = {c: e for c, e in results.items() if (c.variant.name, c.dtype) == (name, dtype)}
-    random = [e for c, e in own.items() if c.family == "random"]
-    output, weights = (_find_worst(own, tensor, seed) for tensor in ("output", "weights"))
-    usual = [max(e.output for e in random), max(e.absolute for e in random)]
-    return [f"`{name}`", str(dtype)[6:], *output, *usual, *weights]
+    outputs: list[list[Cell]] = []
+    weights: list[list[Cell]] = []
+    for name in variants():
+        for dtype in DTYPES:
+            own = {c: e for c, e in results.items() if (c.variant.name, c.dtype) == (name, dtype)}
+            random = [e for c, e in own.items() if c.family == "random"]
+            usual = [max(e.output for e in random), max(e.absolute for e in random)]
+            label = [f"`{name}`", str(dtype)[6:]]
+            outputs.append([*label, *_find_worst(own, "output", seed), *usual])
+            weights.append([*label, *_find_worst(own, "weights", seed)])
+    labels, worst = ["variant", "dtype"], ["where", "an eps of the inputs"]
+    columns = [*labels, "output", *worst, "random: output", "absolute"]
+    return [
+        Table("output by dtype", columns, outputs, labels=2, digits=_DIGITS),
+        Table("weights by dtype", [*labels, "weights", *worst], weights, labels=2, digits=_DIGITS),
+        _build_families(results, "output"),
+        _build_families(results, "weights"),
+    ]
 
 
 def _find_worst(own: Mapping[Case, LargestErrors], tensor: str, seed: int) -> list[Cell]:
