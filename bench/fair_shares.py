@@ -1,4 +1,4 @@
-"""API keys that share a service: a flood of one beside another, and rates by weight."""
+"""API keys that share a service: a flood of one beside another, and rates by share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tables import Cell, Table, percentile, spread
 
 ALICE, BATCH = "alice-0123456789ab", "batch-0123456789ab"
 KEYS: Final = f"alice:{ALICE}:3,batch:{BATCH}"
-WEIGHTS: Final = 3  # alice's, of batch's
+SHARE: Final = 3  # alice's, of batch's
 SERVICES: Final = {
     "a worker for each CPU": {},
     "one worker": {"QKV_WORKERS": "1"},
@@ -39,7 +39,7 @@ def measure_fair_shares(seconds: float, flood: int, rounds: int) -> Table:
             measured = [_measure(service, small, large, seconds, flood) for _ in range(rounds)]
         rows.append([name, *map(spread, zip(*measured, strict=True))])
     columns = ["service", "S beside 1 of L, p99 in ms", f"beside {flood} of L", "ratio"]
-    columns += [f"rates at weights {WEIGHTS} to 1", "both, of one key's rate"]
+    columns += [f"rates at shares of {SHARE} to 1", "both, of one key's rate"]
     return Table("fair shares", columns, rows)
 
 
