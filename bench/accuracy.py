@@ -61,8 +61,9 @@ def _build_families(results: Mapping[Case, LargestErrors], tensor: str) -> Table
         if case.dtype == torch.float32:
             key = case.variant.name, case.family
             largest[key] = max(largest.get(key, 0.0), float(getattr(errors, tensor)))
-    rows = [[f"`{name}`", *(largest.get((name, each)) for each in families)] for name in variants()]
-    return Table(f"{tensor} by family", ["variant", *families], rows, digits=_DIGITS)
+    rows = [[each, *(largest.get((name, each)) for name in variants())] for each in families]
+    columns = ["family", *(f"`{name}`" for name in variants())]
+    return Table(f"{tensor} by family", columns, rows, digits=_DIGITS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
