@@ -62,8 +62,7 @@ def _build_families(results: Mapping[Case, LargestErrors], tensor: str) -> Table
             key = case.variant.name, case.family
             largest[key] = max(largest.get(key, 0.0), float(getattr(errors, tensor)))
     rows = [[each, *(largest.get((name, each)) for name in variants())] for each in families]
-    columns = ["family", *(f"`{name}`" for name in variants())]
-    return Table(f"{tensor} by family", columns, rows, digits=_DIGITS)
+    return Table(f"{tensor} by family", ["family", *variants()], rows, digits=_DIGITS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
