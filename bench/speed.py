@@ -46,6 +46,7 @@ SIZES: Final = {
     "R": 256,
 }
 OUTPUT_ONLY: Final = frozenset({"output"})
+ALWAYS_CAUSAL: Final = frozenset({"gated"})  # other variants have a parameter for it, or are not
 MAX_ROUNDS: Final = 200
 SHORT_CALL_MS: Final = 20.0
 MIN_ROUNDS: Final = 5
@@ -77,7 +78,7 @@ def build_contenders(N: int, causal: bool, device: torch.device) -> dict[tuple[s
     calls: dict[tuple[str, str], Call] = {}
     for name, variant in variants().items():
         has_causal = "causal" in variant.parameters.model_fields
-        if causal and not has_causal:
+        if not has_causal and causal != (name in ALWAYS_CAUSAL):
             continue
         tensors = make_variant_tensors(variant, N, device)
         options = {"causal": causal} if has_causal else {}

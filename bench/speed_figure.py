@@ -16,6 +16,7 @@ from speed_tables import BASELINE, Rows
 # Okabe and Ito's palette for colour-blind readers; with a darker orange, without the light yellow
 _COLOURS: Final = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B87A00", "#000000", "#7A5195",
+    "#8A8D00",
 )  # fmt: skip
 _STYLE: Final[Any] = {"svg.hashsalt": "qkv", "font.size": 11}
 _BASELINE: Final[dict[str, Any]] = {"color": "#bbbbbb", "lw": 7, "solid_capstyle": "round"}
@@ -31,8 +32,9 @@ def write_figure(rows: Rows, path: Path) -> None:
             _draw_panel(axes, [row for row in rows if row["causal"] == causal], colours)
             axes.set_title("causal" if causal else "not causal", loc="left")
         panels[0].set_ylabel("milliseconds a call")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right center", frameon=False)
+        legends = [axes.get_legend_handles_labels() for axes in reversed(panels)]
+        lines = {label: line for legend in legends for line, label in zip(*legend, strict=True)}
+        figure.legend(lines.values(), lines, loc="outside right center", frameon=False)
         figure.suptitle("Time of one call by length: 8 heads of width 64, float32, output only")
         figure.savefig(path, metadata={"Date": None})
 
