@@ -45,7 +45,7 @@ SETTINGS: Final = {
     "The log": ("request_log",),
 }  # fmt: skip
 
-_FLOATING: Final = "float64, float32, float16, bfloat16"
+_FLOATING: Final = "float64 or float32 or float16 or bfloat16"
 _PARAMETERS: Final = "| parameter | values | default | meaning |\n| --- | --- | --- | --- |"
 _BOUNDS: Final = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -117,18 +117,16 @@ def _page(variants: list[Variant]) -> Iterator[str]:
     """Yields the parts of docs/variants.md."""
     yield "# The variants\n"
     yield (
-        "This page describes every variant of attention that the service has: its formula, cost, "
-        "inputs, outputs and parameters, and what it does not accept, each with the reason. For "
-        "choosing one, [benchmarks](benchmarks.md) and [accuracy](accuracy.md) have measured "
-        "figures. `make docs` writes the page from the files in `service/qkv/attention/variants`.\n"
+        "This page describes what every variant of attention computes, takes, returns and costs. "
+        "To choose one, see the measured figures of [benchmarks](benchmarks.md) and "
+        "[accuracy](accuracy.md). `make docs` writes the page from the variants' files.\n"
     )
+    yield ", ".join(f"[{variant.name}](#{variant.name})" for variant in variants) + "\n"
     yield (
-        "The pictures show the weights of every variant for the same input, with default "
-        "parameters. "
+        "The pictures show the weights of every variant with default parameters. "
         f"{variant_pictures.INPUT} {variant_pictures.COLOURS} "
         "`GET /v1/variants/{variant}/picture` returns the same picture.\n"
     )
-    yield from (f"- [{v.name}](#{v.name}): {v.summary}" for v in variants)
     rows = Counter(row for variant in variants for row in _parameter_rows(variant).values())
     shared = {
         name: row
@@ -136,16 +134,22 @@ def _page(variants: list[Variant]) -> Iterator[str]:
         for name, row in _parameter_rows(variant).items()
         if rows[row] > 1
     }
-    yield "\n## Shared names\n"
+    yield "## Shared names\n"
     yield (
-        "These parameters mean the same in every variant that names them. *Floating* dtypes are "
-        "float64, float32, float16 and bfloat16. The tensors of a [state](state.md) are inputs and "
-        "outputs with the same names and shapes.\n"
+        "Letters are [axes](http.md#letters); C is `chunk` - 1, W is E + 1, F is D + 1, N is at "
+        "least S, and those of `gated` are [heads](state.md#gated-and-delta-rules). Where no dtype "
+        "is named, inputs are *floating*: float64, float32, float16 or bfloat16, and gradients "
+        "exist for all of these. `output` is of the inputs' dtype, any other output float32, or "
+        "float64 for float64 inputs. The tensors of a [state](state.md) are optional inputs, and "
+        "outputs with the same names and shapes. A request asks for a [step](http.md#steps) as "
+        "`steps.weights`; the first steps are the inputs, with zeros for padding.\n"
     )
+    yield "These parameters mean the same in every variant that names them:\n"
     yield _PARAMETERS
     yield from shared.values()
     for variant in variants:
         yield from _section(variant, shared)
+    yield from _refusals(variants)
 
 
 def _parameter_rows(variant: Variant) -> dict[str, str]:
@@ -167,34 +171,58 @@ def _section(variant: Variant, shared: Mapping[str, str]) -> Iterator[str]:
     yield "| | |\n| --- | --- |"
     yield f"| formula | {_code(description['formula'])} |"
     yield from (f"| {word} | {_cell(description[word])} |" for word in ("paper", "cost", "weights"))
-    if description["gradients"]:
-        yield f"| gradients | {_names(description['gradients'])} |"
+    for word, tensors in _tensors(variant).items():
+        if tensors:
+            yield f"| {word} | {', '.join(tensors)} |"
     own = {n: row for n, row in _parameter_rows(variant).items() if row != shared.get(n)}
     if others := [name for name in _parameter_rows(variant) if name not in own]:
         yield f"| [shared parameters](#shared-names) | {_names(others)} |"
-    yield "\n| input | shape | dtypes |\n| --- | --- | --- |"
-    for name, spec in description["inputs"].items():
-        notes = [", broadcastable"] * spec["broadcasts"] + [", optional"] * spec["optional"]
-        notes += [", last axis optional"] * variant.tensors[name].may_omit_last
-        shape = f"({', '.join(spec['shape'])}){''.join(notes)}"
-        dtypes = ", ".join(spec["dtypes"]).replace(_FLOATING, "floating")
-        yield f"| `{name}` | {shape} | {dtypes} |"
-    yield "\n| output | shape | dtype |\n| --- | --- | --- |"
-    for name, spec in description["outputs"].items():
-        if not name.startswith("state."):
-            yield f"| `{name}` | ({', '.join(spec['shape'])}) | {spec['dtype']} |"
-    if description["steps"]:
-        yield "\n| step | shape | part of the formula | meaning |\n| --- | --- | --- | --- |"
-        yield from map(_step_row, description["steps"]["names"])
     if own:
         yield f"\n{_PARAMETERS}"
     yield from own.values()
-    if description["refuses"]:
-        yield "\n| not accepted | reason |\n| --- | --- |"
-    reasons = dict.fromkeys(description["refuses"].values())
-    for reason in reasons:
-        names = [name for name, why in description["refuses"].items() if why == reason]
-        yield f"| {_names(names)} | {_cell(reason)} |"
+    if description["steps"]:
+        yield "\n| step | shape | part of the formula | meaning |\n| --- | --- | --- | --- |"
+        inputs = {name: spec["shape"] for name, spec in description["inputs"].items()}
+        steps = description["steps"]["names"]
+        yield from (_step_row(step) for step in steps if step["axes"] != inputs.get(step["name"]))
+
+
+def _tensors(variant: Variant) -> dict[str, list[str]]:
+    """Returns the tensors of a variant with their shapes, by what they are for."""
+    description = catalogue.describe(variant)
+    inputs: list[str] = []
+    optional: list[str] = []
+    state: list[str] = []
+    for name, spec in description["inputs"].items():
+        notes = ["broadcastable"] * spec["broadcasts"]
+        notes += ["last axis optional"] * variant.tensors[name].may_omit_last
+        dtypes = " or ".join(spec["dtypes"]).replace(_FLOATING, "floating")
+        notes += [dtypes] * (dtypes != "floating")
+        tensor = " ".join([f"`{name}` ({','.join(spec['shape'])})", *notes])
+        is_state = name.startswith("state.")
+        (state if is_state else optional if spec["optional"] else inputs).append(tensor)
+    outputs = [
+        f"`{name}` ({','.join(spec['shape'])})"
+        for name, spec in description["outputs"].items()
+        if not name.startswith("state.")
+    ]
+    return {"inputs": inputs, "optional inputs": optional, "outputs": outputs, "state": state}
+
+
+def _refusals(variants: list[Variant]) -> Iterator[str]:
+    """Yields the section of the parameters that variants refuse, each with the reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for variant in variants:
+        for name, reason in catalogue.describe(variant)["refuses"].items():
+            reasons.setdefault((name, reason), []).append(variant.name)
+    yield "\n## Not accepted\n"
+    yield "A variant refuses these parameters with the same reason:\n"
+    yield "| parameter | variant | reason |\n| --- | --- | --- |"
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for (name, reason), names in reasons.items():
+        grouped.setdefault((_names(names), reason), []).append(name)
+    for (refusing, reason), parameters in sorted(grouped.items(), key=lambda each: each[1]):
+        yield f"| {_names(parameters)} | {refusing} | {_cell(reason)} |"
 
 
 def _names(names: Iterable[str]) -> str:
@@ -206,7 +234,7 @@ def _step_row(step: Mapping[str, Any]) -> str:
     symbol = "" if step["symbol"] is None else _code(step["symbol"])
     needs = " or ".join(f"`{name}`" for name in step["needs"])
     meaning = _cell(step["summary"]) + (f" Only with {needs}." if needs else "")
-    return f"| `steps.{step['name']}` | ({', '.join(step['axes'])}) | {symbol} | {meaning} |"
+    return f"| `{step['name']}` | ({','.join(step['axes'])}) | {symbol} | {meaning} |"
 
 
 def _values(schema: Mapping[str, Any]) -> str:
