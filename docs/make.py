@@ -93,8 +93,8 @@ def _default(name: str, value: object) -> str:
     if isinstance(value, int | float):
         if name.endswith("_bytes"):
             return f"{value / 2**30:g} GiB" if value >= 2**30 else f"{value / 2**20:g} MiB"
-        power = int(value).bit_length() - 1
-        return f"2^{power}" if power > 20 and value == 2**power else f"`{value:g}`"
+        number = _number(value)
+        return number if "^" in number else f"`{value:g}`"
     return f"`{value}`"
 
 
@@ -253,8 +253,13 @@ def _values(schema: Mapping[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Returns a bound as a reader would write it: 1e9, not 1000000000.0."""
-    return f"{value:g}".replace("e+0", "e") if isinstance(value, float) else str(value)
+    """Returns a bound as a reader would write it: 1e9, not 1000000000.0, and 2^31."""
+    if not isinstance(value, int):
+        return f"{value:g}".replace("e+0", "e")
+    power = abs(value).bit_length() - 1
+    if power > 20 and abs(value) == 2**power:
+        return f"{'-' * (value < 0)}2^{power}"
+    return str(value)
 
 
 def _cell(text: str) -> str:
