@@ -138,11 +138,12 @@ def _page(variants: list[Variant]) -> Iterator[str]:
     yield (
         "Letters are [axes](http.md#letters); C is `chunk` - 1, W is E + 1, F is D + 1, N is at "
         "least S, and those of `gated` are [heads](state.md#gated-and-delta-rules). Where no dtype "
-        "is named, inputs are *floating*: float64, float32, float16 or bfloat16, and gradients "
-        "exist for all of these. `output` is of the inputs' dtype, any other output float32, or "
-        "float64 for float64 inputs. The tensors of a [state](state.md) are optional inputs, and "
-        "outputs with the same names and shapes. A request asks for a [step](http.md#steps) as "
-        "`steps.weights`; the first steps are the inputs, with zeros for padding.\n"
+        "is named, inputs are *floating*: float64, float32, float16 or bfloat16. Every floating "
+        "input has a gradient, in a state `state.sums` alone. `output` is of the inputs' dtype, "
+        "any other output float32, or float64 for float64 inputs. The tensors of a "
+        "[state](state.md) are optional inputs, and outputs with the same names and shapes. A "
+        "request asks for a [step](http.md#steps) as `steps.weights`; the first steps are the "
+        "inputs, with zeros for padding.\n"
     )
     yield "These parameters mean the same in every variant that names them:\n"
     yield _PARAMETERS
