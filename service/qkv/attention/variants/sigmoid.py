@@ -101,7 +101,7 @@ class Call:
         Annotated[float, Field(ge=-1e9, le=1e9)] | None,
         Field(
             description="Number added to each score. By default -log S, where S is the number of "
-            "keys, or the item's `key_lengths`: padding changes nothing. Masks, `causal` and "
+            "keys, or the sequence's `key_lengths`: padding changes nothing. Masks, `causal` and "
             "`window` do not change it. With a cache of keys, S grows with each token; send the "
             "bias of the model."
         ),
