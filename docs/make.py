@@ -123,7 +123,8 @@ def _page(variants: list[Variant]) -> Iterator[str]:
     )
     yield ", ".join(f"[{variant.name}](#{variant.name})" for variant in variants) + "\n"
     yield (
-        "The pictures show the weights of every variant with default parameters. "
+        "The pictures show the weights of every variant, over all keys and causal where it can be "
+        "both. "
         f"{variant_pictures.INPUT} {variant_pictures.COLOURS} "
         "`GET /v1/variants/{variant}/picture` returns the same picture.\n"
     )
