@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ from typing import Any, Final
 import httpx
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import qkv
 from qkv.api.openapi.document import EXAMPLES
@@ -23,74 +22,58 @@ from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
 from qkv.client.request_builders import build_attend
 from qkv.engine.remote.shared_memory import RETAINED_BYTES
-from support import small_requests
 from support.failing_device import WAITING
-from support.known_requests import assert_problem, random_case
 from support.paths import ROOT
 from support.processes import TIMEOUT_S, Process, wait_until
-from support.service_processes import (
-    child_pids,
-    device_process_pid,
-    status_of,
-)
+from support.service_processes import child_pids, device_process_pid, status_of
+from support.small_requests import body, post
 
 WORKERS: Final = 3
-PATH: Final = "/v1/attention/softmax"
-JSON: Final = {"Content-Type": "application/json"}
-SAFETENSORS: Final = {"Content-Type": "application/vnd.safetensors"}
 Start = Callable[..., Process]
 
 
-def starter(command: Start, **words: str) -> Start:
-    """Returns a function that starts the service, of another module and with other variables."""
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """Returns the file that exists while the device waits."""
+    return tmp_path / "gate"
 
-    def started(workers: int = WORKERS, **environment: str) -> Process:
+
+@pytest.fixture
+def start(command: Start, gate: Path) -> Start:
+    """Starts a service whose device waits on request."""
+
+    def started(workers: int, **environment: str) -> Process:
         paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        tests = {"PYTHONPATH": os.pathsep.join(paths)}
+        tests = {"PYTHONPATH": os.pathsep.join(paths), "GATE": str(gate)}
+        words = ("serve", "--port", "0", "--workers", str(workers))
         environment = {"QKV_DEVICE_PROCESS": "one"} | tests | environment
-        arguments = ("serve", "--port", "0", "--workers", str(workers))
-        process = command(*arguments, **words | environment)
+        process = command(*words, module="support.faulty_service", **environment)
         assert process.url
         return process
 
     return started
 
 
-@pytest.fixture
-def start(command: Start) -> Start:
-    """Starts the service on the CPU."""
-    return starter(command)
+@pytest.fixture(scope="module")
+def shared(shared_process: Callable[..., Process]) -> Process:
+    return shared_process("--workers", "2", QKV_DEVICE_PROCESS="one")
 
 
-@pytest.fixture(params=["cpu", "pretended"])
-def start_any(command: Start, request: pytest.FixtureRequest) -> Start:
-    """Starts the service on the CPU, and on a pretended accelerator.
-
-    Long sequences run on the CPU only: on the other, scores take memory for each pair.
-    """
-    return starter(command, module="support.faulty_service", DEVICE=request.param)
-
-
-@pytest.fixture
-def service_process(start: Start) -> Process:
-    return start()
-
-
-def random_arrays(seed: int, length: int = 64, heads: int = 4) -> dict[str, Any]:
-    draw = np.random.default_rng(seed)
-    shape = (1, heads, length, 16)
-    return {n: draw.normal(size=shape).astype(np.float32) for n in ("query", "key", "value")}
-
-
-def body(length: int, heads: int = 4) -> bytes:
-    return build_attend(
-        "softmax", None, ["output"], "none", random_arrays(0, length, heads)
-    ).content
-
-
-def statistics(service_process: Process) -> dict[str, Any]:
+def statistics(service_process: Process) -> Counter[str]:
     (found,) = httpx.get(f"{service_process.url}/v2/models/softmax/stats").json()["model_stats"]
-    return dict(found)
+    return Counter({name: found[name] for name in ("inference_count", "execution_count")})
+
+
+def queued_count(service_process: Process) -> float:
+    page = httpx.get(f"{service_process.url}/metrics", timeout=TIMEOUT_S).text
+    families = text_string_to_metric_families(page)
+    return sum(s.value for f in families for s in f.samples if s.name == "qkv_queue_depth")
+
+
+def random_arrays(seed: int) -> dict[str, Any]:
+    draw = np.random.default_rng(seed)
+    shape = (1, 4, 64, 16)
+    return {n: draw.normal(size=shape).astype(np.float32) for n in ("query", "key", "value")}
 
 
 def outputs(response: httpx.Response) -> Any:
@@ -98,18 +81,6 @@ def outputs(response: httpx.Response) -> Any:
     reply = response.json()
     assert list(reply.pop("timing"))
     return reply
-
-
-def test_one_additional_process_only_if_set(start: Start) -> None:
-    service_process = start()
-    assert len(child_pids(service_process.popen.pid)) == WORKERS + 1
-    assert device_process_pid(service_process) in child_pids(service_process.popen.pid)
-    assert [status_of(service_process.url, p) for p in ("/readyz", "/livez")] == [200, 200]
-    config = httpx.get(f"{service_process.url}/v2/models/softmax/config").json()
-    assert config["instance_group"][0]["count"] == 1
-    for choice in ("auto", "each"):
-        assert len(child_pids(start(2, QKV_DEVICE_PROCESS=choice).popen.pid)) == 2
-    assert service_process.end() == 0
 
 
 @pytest.mark.representative
@@ -130,198 +101,65 @@ def test_responses_equal_those_without_a_device_process(
             assert list(there.json()["timing"]) == list(here.json()["timing"])
 
 
-@pytest.fixture(scope="module")
-def shared(shared_process: Callable[..., Process]) -> Process:
-    return shared_process("--workers", "2", QKV_DEVICE_PROCESS="one")
+def test_one_process_has_the_device(shared: Process) -> None:
+    assert len(child_pids(shared.popen.pid)) == 2 + 1
+    assert device_process_pid(shared) in child_pids(shared.popen.pid)
+    config = httpx.get(f"{shared.url}/v2/models/softmax/config").json()
+    assert config["instance_group"][0]["count"] == 1
 
 
-@pytest.mark.representative
-def test_softmax_responses_equal_those_without_a_device_process(
-    process: Process, shared: Process
-) -> None:
-    with httpx.Client() as client:
-        for kind in range(40):
-            content = json.dumps(random_case(kind, 0).document)
-            one, other = (
-                client.post(p.url + PATH, content=content, headers=JSON) for p in (shared, process)
-            )
-            assert outputs(one) == outputs(other)
-        wrong: list[Any] = [{"inputs": {}}, {"inputs": {"query": [[1]]}, "nope": 1}]
-        for document in wrong:
-            one, other = (client.post(p.url + PATH, json=document) for p in (shared, process))
-            assert assert_problem(one) == assert_problem(other)
-
-
-def test_batches_form_across_workers(start_any: Start) -> None:
-    """Queues more jobs than one worker has connections, while the device process is stopped.
-
-    After the stop it may run the jobs of one worker before it reads the others; then the test
-    repeats.
-    """
-    service_process = start_any(QKV_MAX_BATCH="16")
-    arrays = [random_arrays(seed) for seed in range(12)]
+def test_batches_form_across_workers(start: Start, gate: Path) -> None:
+    """Jobs of more clients than one worker has wait for the device."""
+    service_process = start(WORKERS, QKV_MAX_BATCH="16")
     with ExitStack() as stack:
-        clients = [stack.enter_context(qkv.Client(service_process.url)) for _ in arrays]
+        clients = [stack.enter_context(qkv.Client(service_process.url)) for _ in range(12)]
+        arrays = [random_arrays(seed) for seed in range(len(clients))]
         expected = [
             c.attend("softmax", **a).output for c, a in zip(clients, arrays, strict=True)
         ]  # each client has a connection
-        pool = stack.enter_context(ThreadPoolExecutor(len(arrays)))
-        largest = 0
-
-        def run_while_stopped() -> None:
-            nonlocal largest
-            before = statistics(service_process)
-            device = device_process_pid(service_process)
-            os.kill(device, signal.SIGSTOP)
-            runs = [
-                pool.submit(c.attend, "softmax", **a) for c, a in zip(clients, arrays, strict=True)
-            ]
-            time.sleep(1)
-            assert not any(run.done() for run in runs)
-            os.kill(device, signal.SIGCONT)
-            found = [run.result(TIMEOUT_S) for run in runs]
-            for run, output in zip(found, expected, strict=True):
-                assert (run.output == output).all()
-            largest = max(run.timing["batch_size"] for run in found)
-            assert min(run.timing["queue_ms"] for run in found) > 100
-            after = statistics(service_process)
-            assert after["inference_count"] - before["inference_count"] == 12
-            assert after["execution_count"] - before["execution_count"] < 12
-
-        for _ in range(10):
-            run_while_stopped()
-            if largest > len(arrays) / WORKERS + 1:
-                return
-        raise AssertionError(f"no batch of more than {largest}")
-
-
-def test_memory_of_a_killed_worker_is_free_again(start: Start) -> None:
-    """Its region fits one such request; the worker that replaces it gets the request again."""
-    content = body(32768, 1)  # 6 MiB in, 2 MiB out
-    service_process = start(1, QKV_MAX_QUEUE_BYTES=str(8 << 20))
-    expected = httpx.post(service_process.url + PATH, content=body(64), headers=SAFETENSORS).content
-    for _ in range(2):
-        time.sleep(1.1)
-        device = device_process_pid(service_process)
-        (worker,) = set(child_pids(service_process.popen.pid)) - {device}
-        with httpx.Client(timeout=TIMEOUT_S) as client, ThreadPoolExecutor(1) as pool:
-            future = pool.submit(
-                client.post, service_process.url + PATH, content=content, headers=SAFETENSORS
-            )
-            time.sleep(0.3)
-            os.kill(worker, signal.SIGKILL)
-            with pytest.raises(httpx.TransportError):
-                future.result(TIMEOUT_S)
-        wait_until(lambda worker=worker: worker not in child_pids(service_process.popen.pid))  # type: ignore[misc]
-        wait_until(lambda: status_of(service_process.url, "/readyz") == 200)
-        assert device_process_pid(service_process) == device
-    again = httpx.post(service_process.url + PATH, content=body(64), headers=SAFETENSORS).content
-    assert again.partition(b"timing")[0] == expected.partition(b"timing")[0]
-    assert again[-4096:] == expected[-4096:]
+        pool = stack.enter_context(ThreadPoolExecutor(1 + len(clients)))
+        before = statistics(service_process)
+        busy = pool.submit(post, service_process.url, body(WAITING))
+        wait_until(gate.exists)
+        runs = [pool.submit(c.attend, "softmax", **a) for c, a in zip(clients, arrays, strict=True)]
+        wait_until(lambda: queued_count(service_process) == len(clients))
+        gate.unlink()
+        assert busy.result(TIMEOUT_S).is_success
+        for run, output in zip(runs, expected, strict=True):
+            found = run.result(TIMEOUT_S)
+            assert (found.output == output).all()
+            assert found.timing["batch_size"] == len(clients)
+        after = statistics(service_process)
+    assert after - before == {"inference_count": 13, "execution_count": 2}
     assert service_process.end() == 0
 
 
-def test_job_whose_time_is_over_before_the_device_is_free_does_not_run(
-    command: Start, tmp_path: Path
-) -> None:
-    gate = tmp_path / "gate"
-    # without batches, small jobs are not queued
-    start = starter(command, module="support.faulty_service", GATE=str(gate), QKV_MAX_BATCH="2")
-    url = start().url
-    late: dict[str, Any] = {"inputs": [], "parameters": {"timeout": 50_000}}
-    for name, array in random_arrays(0, 8).items():
-        tensor = {"name": name, "shape": list(array.shape), "datatype": "FP32"}
-        late["inputs"].append(tensor | {"data": array.ravel().tolist()})
-    with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(small_requests.post, url, small_requests.body(WAITING))
-        wait_until(gate.exists)
-        refusal = httpx.post(f"{url}/v2/models/softmax/infer", json=late, timeout=TIMEOUT_S)
-        gate.unlink()
-        assert busy.result(TIMEOUT_S).status_code == 200
-    assert refusal.status_code == 503
-    assert "50 ms" in refusal.text
-    assert small_requests.post(url, small_requests.body()).status_code == 200
-    (found,) = httpx.get(f"{url}/v2/models/softmax/stats").json()["model_stats"]
-    assert found["inference_count"] == 2
-
-
-def test_full_shared_memory_gets_503_until_blocks_are_released(start_any: Start) -> None:
-    service_process = start_any(1, QKV_MAX_QUEUE_BYTES=str(8 << 20), QKV_MAX_BATCH="1")
-    device, content = device_process_pid(service_process), body(4096)  # 3 MiB in, 1 MiB out
-    os.kill(device, signal.SIGSTOP)
-    with ThreadPoolExecutor(6) as pool:
-        futures = [
-            pool.submit(
-                httpx.post,
-                service_process.url + PATH,
-                content=content,
-                headers=SAFETENSORS,
-                timeout=TIMEOUT_S,
-            )
-            for _ in range(6)
-        ]
-        wait_until(lambda: sum(a.done() for a in futures) == 4)
-        assert status_of(service_process.url, "/livez") == 200
-        os.kill(device, signal.SIGCONT)
-        responses = [a.result(TIMEOUT_S) for a in futures]
-    assert Counter(a.status_code for a in responses) == {200: 2, 503: 4}
-    for response in responses:
-        if response.status_code == 503:
-            assert "bytes of tensors are queued" in assert_problem(response, 503)["detail"]
-            assert int(response.headers["retry-after"]) > 0
-    for _ in range(3):
-        response = httpx.post(service_process.url + PATH, content=content, headers=SAFETENSORS)
-        assert response.status_code == 200
-
-
-def test_after_a_thousand_requests_the_largest_still_fits(start: Start) -> None:
-    """Some clients disconnect early; then one request takes nearly all of the memory."""
+def test_memory_of_a_killed_worker_is_free_again(start: Start, gate: Path) -> None:
+    """Its region fits one such request; the worker that replaces it gets the request again."""
     service_process = start(1, QKV_MAX_QUEUE_BYTES=str(8 << 20))
-    contents = [body(n, 1) for n in (1, 5, 64, 500, 4096)]
-    clients = [httpx.Client(timeout=TIMEOUT_S) for _ in range(4)]
-
-    def some(index: int) -> set[int]:
-        found = set()
-        for i in range(250):
-            content = contents[(i + index) % 5]
-            try:
-                wait_s = 0.002 if i % 25 == 0 else TIMEOUT_S
-                response = clients[index].post(
-                    service_process.url + PATH,
-                    content=content,
-                    headers=SAFETENSORS,
-                    timeout=wait_s,
-                )
-                found.add(response.status_code)
-            except httpx.TimeoutException:
-                pass
-        return found
-
-    with ThreadPoolExecutor(4) as pool:
-        assert set[int]().union(*pool.map(some, range(4))) == {200}
-    for client in clients:
-        client.close()
-    largest = httpx.post(
-        service_process.url + PATH, content=body(32600, 1), headers=SAFETENSORS, timeout=TIMEOUT_S
-    )
-    assert largest.status_code == 200, largest.text
+    large = {"rows": 256, "width": 2048}  # 6 MiB in, 2 MiB out
+    device = device_process_pid(service_process)
+    (worker,) = set(child_pids(service_process.popen.pid)) - {device}
+    with ThreadPoolExecutor(1) as pool:
+        lost = pool.submit(post, service_process.url, body(WAITING, **large))
+        wait_until(gate.exists)
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            lost.result(TIMEOUT_S)
+    gate.unlink()
+    wait_until(lambda: worker not in child_pids(service_process.popen.pid))
+    wait_until(lambda: status_of(service_process.url, "/readyz") == 200)
+    assert device_process_pid(service_process) == device
+    assert post(service_process.url, body(**large)).is_success
+    assert service_process.end() == 0
 
 
-def test_memory_of_a_large_request_returns_to_the_system(process: Process, shared: Process) -> None:
-    draw = np.random.default_rng(0)
-    arrays = {
-        "query": draw.normal(size=(1, 1, 1, 64)).astype(np.float32),
-        "key": draw.standard_normal((1, 1, 500_000, 64), np.float32),
-        "value": draw.standard_normal((1, 1, 500_000, 64), np.float32),
-    }
+def test_memory_of_a_large_request_returns_to_the_system(shared: Process) -> None:
+    sizes = {"query": 1, "key": 150_000, "value": 150_000}
+    arrays: dict[str, Any] = {n: np.ones((1, 1, L, 64), np.float32) for n, L in sizes.items()}
     content = build_attend("softmax", None, ["output"], "none", arrays).content
-    assert 240 << 20 < len(content) < 256 << 20
-    there, here = (
-        httpx.post(p.url + PATH, content=content, headers=SAFETENSORS, timeout=TIMEOUT_S)
-        for p in (shared, process)
-    )
-    assert there.status_code == here.status_code == 200
-    assert there.content[-256:] == here.content[-256:]
+    kept = (RETAINED_BYTES >> 20) + 4  # of its worker; the other one has had small requests
+    assert len(content) >> 20 > kept
 
     def shared_memory() -> int:
         """Returns MiB of the process that has most."""
@@ -332,5 +170,5 @@ def test_memory_of_a_large_request_returns_to_the_system(process: Process, share
             if line.startswith("RssShmem")
         )
 
-    kept = 2 * RETAINED_BYTES >> 20  # of both workers: the device process uses all pages
-    wait_until(lambda: shared_memory() <= kept + 1)
+    assert post(shared.url, content).is_success
+    wait_until(lambda: shared_memory() <= kept)

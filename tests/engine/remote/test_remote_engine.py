@@ -40,7 +40,7 @@ from support.remote_service import (
     until,
 )
 
-pytestmark = pytest.mark.usefixtures("any_device")
+each_device = pytest.mark.usefixtures("any_device")
 
 
 @pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
@@ -60,6 +60,7 @@ def test_results_equal_those_of_a_local_engine(variant: Variant, kind: type[Plan
     run(test)
 
 
+@each_device
 def test_notes_on_the_numbers_of_a_job_arrive() -> None:
     """Each job of a turn has its own."""
 
@@ -80,6 +81,7 @@ def test_notes_on_the_numbers_of_a_job_arrive() -> None:
     run(test)
 
 
+@each_device
 def test_jobs_with_layers_run_remotely() -> None:
     draw = np.random.default_rng(0)
     x = RawTensor.from_numpy(draw.normal(size=(2, 5, 6)).astype(np.float32))
@@ -101,6 +103,7 @@ def test_jobs_with_layers_run_remotely() -> None:
         run(test)
 
 
+@each_device
 def test_runs_of_a_comparison_run_remotely() -> None:
     draw = np.random.default_rng(0)
     shapes = {"query": (2, 4, 7, 3), "key": (2, 2, 5, 3), "value": (2, 2, 5, 3)}
@@ -122,6 +125,7 @@ def test_runs_of_a_comparison_run_remotely() -> None:
     run(test)
 
 
+@each_device
 def test_jobs_of_several_workers_are_one_batch() -> None:
     async def test(fixture: Service) -> None:
         jobs = [plain(seed) for seed in range(9)]
@@ -148,6 +152,8 @@ def test_priorities_and_deadlines_hold() -> None:
                 await late
         await until(lambda: len(ended) == 3)
         assert ended == [1, 2, 3]
+        found = triton_statistics(fixture.shared_state.counters, "softmax")
+        assert found["inference_count"] == 3  # the late one does not run
 
     run(test)
 
@@ -180,10 +186,13 @@ def test_cancelled_jobs_leave_the_queue() -> None:
         with fixture.engine.paused():
             futures = [fixture.remotes[i % 2].submit(plain(i)) for i in range(4)]
             await until(lambda: queued_count(fixture.engine) == 4)
+            counted = [remote.admission.jobs for remote in fixture.remotes]
+            assert [jobs.total.requests for jobs in counted] == [2, 2]  # for the queue's limit
             for future in futures[:3]:
                 future.cancel()
             await until(lambda: queued_count(fixture.engine) == 1)
         assert (await futures[3]).batch_size == 1
+        assert [jobs.total.requests for jobs in counted] == [0, 0]
         futures.clear()
         del future
         for remote in fixture.remotes:
@@ -288,6 +297,7 @@ def test_a_thousand_jobs_leave_no_block_allocated() -> None:
     run(test)
 
 
+@each_device
 def test_errors_equal_those_of_a_local_engine() -> None:
     faults: list[Exception] = [
         InvalidContent("no", pointer="/inputs/query"), ServiceUnavailable("later", retry_after=7),

@@ -284,7 +284,6 @@ def test_restarted_worker_does_not_wait_for_a_device_process_that_has_ended() ->
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.representative
 def test_no_job_is_lost_or_wrong_while_device_processes_end() -> None:
     """Jobs of many sizes; some are cancelled, and connections end again and again."""
