@@ -16,7 +16,7 @@ from qkv.errors import Internal, InvalidContent, PayloadTooLarge, QkvError, Serv
 from qkv.jobs.job import Job
 from qkv.jobs.result import Result
 from support.any_device import any_device as any_device
-from support.engines import bits, plain, with_engine
+from support.engines import bits, new_job, plain, run_together, with_engine
 from support.processes import TIMEOUT_S
 
 
@@ -90,9 +90,22 @@ def test_device_thread_survives_a_failing_batch(
     with_engine(test)
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
-def test_event_loop_survives_a_failing_small_job(error: BaseException) -> None:
-    """A small job runs on the event loop, where such an exception would end the process."""
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("secret"), Internal),
+        (StopIteration("secret"), Internal),
+        (SystemExit("secret"), Internal),
+        (KeyboardInterrupt("secret"), Internal),
+        (GeneratorExit("secret"), Internal),
+        (MemoryError("secret"), ServiceUnavailable),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value.__name__,
+)
+def test_event_loop_survives_a_failing_small_job(
+    error: BaseException, expected: type[QkvError]
+) -> None:
+    """A small job runs on the event loop, where some exceptions would end the process."""
 
     def failing(*_: Any) -> Any:
         raise error
@@ -100,8 +113,9 @@ def test_event_loop_survives_a_failing_small_job(error: BaseException) -> None:
     async def test(engine: Engine) -> None:
         job = plain(1)
         engine.batch_runner.launch = failing
-        with pytest.raises(Internal, match="the computation failed"):
+        with pytest.raises(expected) as caught:
             await engine.submit(job)
+        assert "secret" not in caught.value.detail
         engine.batch_runner.launch = launch
         await engine.submit(job)
 
@@ -176,6 +190,39 @@ def test_out_of_memory_on_a_cpu(
             await engine.submit(plain(1))
 
     with_engine(test, launch=greedy)
+
+
+def test_out_of_memory_halves_batches_for_a_while() -> None:
+    """Every job that fits alone has its result, and the budget of a batch recovers slowly."""
+    arrays = dict.fromkeys(("query", "key", "value"), np.ones((1, 1, 1, 1 << 16), np.float32))
+    jobs = [new_job(arrays) for _ in range(16)]  # each of 1 MiB, with its output
+    sizes: list[int] = []
+    room = [4 << 20]
+
+    def tight(batch: Sequence[Job], *how: Any) -> Launched:
+        if sum(job.plan.bytes_in + job.plan.bytes_out for job in batch) > room[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        sizes.append(len(batch))
+        return launch(batch, *how)
+
+    async def test(engine: Engine) -> None:
+        async def wave() -> list[int]:
+            sizes.clear()
+            await run_together(engine, jobs)
+            return list(sizes)
+
+        assert await wave() == [4, 4, 4, 4]
+        room[0] = 64 << 20
+        assert max(await wave()) < 16
+        for _ in range(20):
+            last = await wave()
+        assert last == [16]
+        room[0] = 0
+        with pytest.raises(ServiceUnavailable, match="memory"):
+            await engine.submit(jobs[0])
+        assert engine.is_alive
+
+    with_engine(test, launch=tight, batch_bytes=64 << 20)
 
 
 @pytest.mark.usefixtures("any_device")

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import datetime, timedelta
 from typing import Final
 
 import pytest
@@ -74,14 +75,16 @@ def test_clients_and_operators_see_what_the_table_says(
     # a connection that the process had, and none afterwards
     assert counts["client disconnected"] <= CLIENTS, counts
     assert set(seen[healed:]) == GOOD
-    messages = [line.split(" ", 2)[2] for line in lines[line_count:] if " WARNING " in line]
-    assert len(messages) == len(fault.log), lines[line_count:]
-    for message, pattern in zip(messages, fault.log, strict=True):
+    logged = [line.split(" ", 2) for line in lines[line_count:] if " WARNING " in line]
+    assert len(logged) == len(fault.log), lines[line_count:]
+    for (time_text, level, message), pattern in zip(logged, fault.log, strict=True):
+        assert datetime.fromisoformat(time_text).utcoffset() == timedelta(0)
+        assert level == "WARNING"
         assert re.fullmatch(pattern, message)
     assert sum(service.metric("restarts_total")) == restarts + fault.restarts
 
 
-def wait_for_all(seen: list[str], count: int = 10) -> None:
+def wait_for_all(seen: list[str], count: int = 4) -> None:
     """Waits until clients and probes have seen everything good again."""
     start = len(seen)
     wait_until(lambda: all(Counter(seen[start:])[good] >= count for good in GOOD))

@@ -6,15 +6,20 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import pytest
 
 from qkv.api.job_runner import JobRunner
+from qkv.engine.engine import Engine
 from qkv.jobs.job import Job
 from qkv.wire import open_inference
+from support import failing_device
 from support.engines import output_alone
+from support.known_requests import assert_problem
 from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import (
     PATH,
@@ -27,6 +32,8 @@ from support.raw_connection import (
 )
 from support.raw_connection import server_jobs as server_jobs
 from support.service import Server
+from support.small_requests import body as small_body
+from support.small_requests import post
 
 
 @pytest.mark.parametrize(
@@ -162,6 +169,31 @@ def test_request_that_fails_gets_500_and_the_next_one_runs(
             client.send(request)
             assert client.read_response()[2] == output
     wait_until(lambda: in_flight_count(server) == 0)
+
+
+def test_after_a_fatal_error_all_requests_get_503_and_readyz_fails(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkv.api.app.Engine", partial(Engine, launch=failing_device.failing))
+    monkeypatch.setattr("qkv.api.app.new_device", lambda *_: failing_device.FailingDevice())
+    failing_device.broken.clear()
+    server = serve(max_batch=4)
+    assert server.http.get("/readyz").status_code == 200
+    with ThreadPoolExecutor(12) as pool:
+        with server.hold():
+            futures = [pool.submit(post, server.url, small_body(failing_device.STICKY))]
+            server.wait_until_queued(1)
+            futures += [
+                pool.submit(post, server.url, small_body(rows=2 + i % 3)) for i in range(11)
+            ]
+            server.wait_until_queued(12)
+        responses = [future.result(TIMEOUT_S) for future in futures]
+    for response in responses:
+        assert "the device has failed" in assert_problem(response, 503)["detail"]
+        assert int(response.headers["retry-after"]) >= 1
+    assert server.http.get("/readyz").status_code == 503
+    assert server.http.get("/livez").status_code == 200
+    assert_problem(post(server.url, small_body()), 503)
 
 
 def test_unloaded_model_gets_404_on_an_open_connection(serve: Callable[..., Server]) -> None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
+import httpx
+
+from support import failing_device
 from support.faulty_processes import TOPOLOGIES, Service
+from support.known_requests import assert_problem
 from support.processes import TIMEOUT_S, wait_until
 from support.service_processes import PATH, TINY_BODY, address
+from support.small_requests import body, post
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,18 @@ def stop_until_stuck(service: Service, pids: list[int]) -> None:
 
 
 def stop_only_worker(service: Service) -> None:
-    """Stops the only worker; new connections are refused meanwhile."""
+    """Stops the only worker; the supervisor refuses new connections meanwhile, with any body."""
 
     def wait() -> None:
         service.wait_until_seen("livez 503")
-        assert service.status_of("/readyz") == service.status_of(PATH) == 503
+        for method, path, content in (
+            ("GET", "/livez", b""), ("GET", "/readyz", b""), ("POST", PATH, TINY_BODY),
+            ("POST", PATH, bytes(1 << 24)),
+        ):  # fmt: skip
+            url = service.process.url + path
+            response = httpx.request(method, url, content=content, timeout=TIMEOUT_S)
+            assert_problem(response, 503)
+            assert int(response.headers["retry-after"]) > 0
         time.sleep(1.5)
 
     service.pause(service.workers, wait)
@@ -77,6 +90,17 @@ def stop_all(service: Service) -> None:
         service.pause(every, lambda: time.sleep(_STUCK_S + 1))
         upload.sendall(TINY_BODY[9:])
         assert upload.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def fail_requests(service: Service) -> None:
+    """Sends requests that fail, and others for which memory runs out unless they are alone."""
+    numbers = (failing_device.POISON, failing_device.GREEDY) * 8
+
+    def status(number: float) -> int:
+        return post(service.process.url, body(number, rows=8)).status_code
+
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        assert list(pool.map(status, numbers)) == [500, 200] * 8
 
 
 def break_starts(service: Service) -> None:
@@ -106,6 +130,7 @@ _REFUSED: Final = frozenset({"client 503"})
 _STUCK: Final = frozenset({"livez 503"})
 
 FAULTS: Final = (
+    Fault("some requests fail", _ONE + _DEVICE, fail_requests),
     Fault(
         "the only worker is killed", _ONE,
         lambda s: s.end_one(s.workers),

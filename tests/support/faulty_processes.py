@@ -49,7 +49,7 @@ class Topology:
 
 TOPOLOGIES: Final = {
     "one worker": Topology(("--workers", "1"), 1),
-    "two workers": Topology(("--workers", "2"), 2),
+    "two workers": Topology(("--workers", "2"), 2, {"QKV_DEVICE_PROCESS": "each"}),
     "device process": Topology(
         ("--workers", "2"), 3, {"QKV_DEVICE_PROCESS": "one", "DEVICE": "pretended"}
     ),
