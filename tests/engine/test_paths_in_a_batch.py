@@ -72,14 +72,15 @@ def assert_as_alone(jobs: Sequence[Job], together: Sequence[Result], device: Dev
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 @pytest.mark.parametrize(
-    "dtype",
+    ("device", "dtype"),
     [
-        "float32",
-        pytest.param("float64", marks=pytest.mark.slow),
-        pytest.param("float16", marks=pytest.mark.slow),
+        pytest.param(CPU, "float32", id="cpu-float32"),
+        pytest.param(PretendedDevice(), "float32", id="pretended-float32"),
+        # a CPU that stacks is of tests alone: once is enough
+        pytest.param(PretendedDevice(), "float64", id="pretended-float64", marks=pytest.mark.slow),
+        pytest.param(PretendedDevice(), "float16", id="pretended-float16", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("device", [CPU, PretendedDevice()], ids=["cpu", "pretended"])
 @pytest.mark.parametrize(("variant", "kind"), KINDS)
 def test_job_takes_the_path_that_it_takes_alone(
     variant: Variant, kind: type[Plan], device: Device, dtype: str

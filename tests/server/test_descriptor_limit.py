@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Final
 
 import pytest
 
 from support.ports import free_port
-from support.processes import TIMEOUT_S, Process, wait_until
+from support.processes import TIMEOUT_S, Process, running_command, wait_until
 from support.service_processes import PATH, TINY_BODY, address, status_of
 
-Command = Callable[..., Process]
 LIMIT: Final = 256
 LIVE: Final = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST: Final = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (
@@ -34,15 +33,17 @@ def descriptor_limit(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.fixture
-def service(command: Command) -> Process:
+@pytest.fixture(scope="module")
+def service() -> Iterator[Process]:
     """Returns a service with one worker and few descriptors."""
-    with descriptor_limit(LIMIT):
-        started = command(
-            "serve", "--port", "0", "--workers", "1", QKV_METRICS_PORT=str(free_port())
-        )
-        assert started.url
-    return started
+    words = ("serve", "--port", "0", "--workers", "1")
+    with ExitStack() as stack:
+        with descriptor_limit(LIMIT):
+            running = running_command(*words, QKV_METRICS_PORT=str(free_port()))
+            started = stack.enter_context(running)
+            assert started.url
+        yield started
+        assert started.end() == 0
 
 
 def connect(to: tuple[str, int], data: bytes) -> socket.socket:
@@ -55,6 +56,7 @@ def connect(to: tuple[str, int], data: bytes) -> socket.socket:
 @pytest.mark.parametrize("data", [b"", LIVE[:-2], LIVE], ids=["nothing", "part of a head", "idle"])
 def test_idle_connections_make_room_for_others(service: Process, data: bytes) -> None:
     """A connection with a request in progress is not closed for them."""
+    before = len(service.lines)
     with ExitStack() as stack:
         busy = stack.enter_context(closing(connect(address(service), POST + TINY_BODY[:-1])))
         for _ in range(8):
@@ -65,15 +67,15 @@ def test_idle_connections_make_room_for_others(service: Process, data: bytes) ->
         busy.sendall(TINY_BODY[-1:])
         assert busy.recv(1 << 16).split()[1] == b"200"
     wait_until(lambda: "connections are accepted again" in service.lines[-1])
-    lines = [line for line in service.lines if " ERROR " in line or " WARNING " in line]
+    lines = service.lines[before:]
     assert len(lines) == 2, lines
     assert "cannot accept connections" in lines[0]
     assert int(lines[1].split()[-2]) > LIMIT
-    assert service.end() == 0
 
 
 def test_busy_connections_beyond_the_limit_are_reported_once(service: Process) -> None:
     """There is nothing to close: others wait until a request has ended."""
+    before = len(service.lines)
     with closing(socket.socket()) as late:
         with ExitStack() as stack:
             for _ in range(LIMIT):
@@ -87,5 +89,4 @@ def test_busy_connections_beyond_the_limit_are_reported_once(service: Process) -
         late.settimeout(TIMEOUT_S)
         assert late.recv(1 << 16).split()[1] == b"200"
     wait_until(lambda: "connections are accepted again" in service.lines[-1])
-    assert sum("accept" in line for line in service.lines) == 2
-    assert service.end() == 0
+    assert len(service.lines) - before == 2

@@ -79,7 +79,7 @@ def answered_connections(service: Service) -> Iterator[None]:
             pool.submit(keep_sending if index % 3 else keep_connecting, index)
             for index in range(CONNECTIONS)
         ]
-        wait_until(lambda: seen.total() > 10 * CONNECTIONS)
+        wait_until(lambda: seen.total() > 3 * CONNECTIONS)
         yield
         for loop in loops:
             loop.result(TIMEOUT_S)

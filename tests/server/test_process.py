@@ -1,7 +1,8 @@
-"""Processes of the service have one malloc heap, with any number of threads."""
+"""A worker has one malloc heap, with any number of threads, and no old objects to collect."""
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import sys
@@ -30,26 +31,43 @@ def heaps():
         libc.fclose(opened)
         return file.read().count(b"<heap ")
 """
-PLAIN = "print(heaps())"
-LIMITED = "from qkv.server import process; assert process.limit_malloc_arenas(); print(heaps())"
 WORKER = """
+import gc, json
 from qkv import settings
 from qkv.server import startup, supervisor
-supervisor.run_worker = lambda *_: print(heaps(), flush=True)
+def work(*_):
+    frozen, collectable = gc.get_freeze_count(), len(gc.get_objects())
+    print(json.dumps({"frozen": frozen, "collectable": collectable, "heaps": heaps()}), flush=True)
+supervisor.run_worker = work
 startup.serve(settings.Settings(port=0, workers=1))
 """
 
 
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("code", "is_one"),
-    [(PLAIN, False), (LIMITED, True), (WORKER, True)],
-    ids=["plain", "limited", "worker"],
-)
-def test_all_threads_share_one_heap(code: str, is_one: bool) -> None:
+def run(code: str) -> str:
+    """Runs code in a new process that knows `heaps`; returns what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", HEAPS + code],
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
-    count = int(done.stdout)
-    assert (count == 1) is is_one, done.stderr
+    assert done.stdout, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def worker() -> dict[str, int]:
+    """Returns counts of a worker of a service: of its heaps, and of its objects."""
+    counts: dict[str, int] = json.loads(run(WORKER))
+    return counts
+
+
+@pytest.mark.process
+def test_all_threads_share_one_heap(worker: dict[str, int]) -> None:
+    assert int(run("print(heaps())")) > 1  # without the limit
+    assert worker["heaps"] == 1
+
+
+@pytest.mark.process
+def test_objects_before_the_fork_are_frozen_for_gc(worker: dict[str, int]) -> None:
+    """A full collection would stop a worker for a fifth of a second, and copy shared pages."""
+    assert worker["frozen"] > 100_000  # most are torch's
+    assert worker["collectable"] < 1000

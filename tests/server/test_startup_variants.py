@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,10 +32,11 @@ import json, os, sys
 from fastapi.testclient import TestClient
 from qkv.api.app import create_app
 from qkv.settings import Settings
-for settings in json.loads(sys.argv[1]):
+for settings, method, path, body in json.loads(sys.argv[1]):
     if not os.fork():  # a process loads the variants of one folder
-        http = TestClient(create_app(Settings(device="cpu", **settings)))
-        print(http.get("/v1/variants/cosine").status_code, flush=True)
+        with TestClient(create_app(Settings(device="cpu", **settings))) as http:
+            one, other = (http.request(method, path, json=body).json() for _ in range(2))
+        print(json.dumps([one, other]), flush=True)
         os._exit(0)
     os.wait()
 """
@@ -52,22 +54,6 @@ def attend(
     mean = mean.repeat_interleave(query.shape[1] // key.shape[1], 1)
     return mean if sinks is None else mean * sinks.mul_(2)[:, None, None]
 '''
-
-TWICE: Final = """
-import sys
-from fastapi.testclient import TestClient
-from qkv.api.app import create_app
-from qkv.settings import Settings
-checkpoint = f"small={sys.argv[2]}"
-settings = Settings(device="cpu", variants=sys.argv[1], checkpoints=checkpoint)
-with TestClient(create_app(settings)) as http:
-    body = {
-        "inputs": {"x": [[1.0] * 16]}, "layer": {"name": "small.model.layers.1"},
-        "outputs": ["output"],
-    }
-    first, second = (http.post("/v1/attention/doubled", json=body).json() for _ in range(2))
-print("equal" if first["outputs"] == second["outputs"] else "different")
-"""
 
 pytestmark = pytest.mark.process
 
@@ -149,33 +135,63 @@ def test_folder_must_exist(tmp_path: Path, command: Callable[..., Process], fold
     assert line.startswith(f"Error: setting variants (QKV_VARIANTS) is {path!r}: ")
 
 
-def test_application_without_workers_has_the_variants(tmp_path: Path) -> None:
-    """Such as a replica of Ray Serve, which `qkv serve` does not start."""
-    texts = {"right": COSINE, "wrong": COSINE.replace("@ value\n", "@ value.square()\n")}
+@dataclass(frozen=True)
+class Applications:
+    """What applications without workers have answered, and why others could not start.
+
+    Attributes:
+        replies: for each application, the bodies of the responses to a request sent twice.
+        tracebacks: of those that could not start.
+    """
+
+    replies: list[list[Any]]
+    tracebacks: list[str]
+
+
+@pytest.fixture(scope="module")
+def applications(tmp_path_factory: pytest.TempPathFactory) -> Applications:
+    """Returns four applications of one process, which imports the package once."""
+    root = tmp_path_factory.mktemp("variants")
+    texts = {
+        "right": COSINE,
+        "wrong": COSINE.replace("@ value\n", "@ value.square()\n"),
+        "doubled": CHANGES_SINKS,
+    }
     for name, text in texts.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "cosine.py").write_text(text)
-    right, wrong = ({"variants": str(tmp_path / name)} for name in texts)
-    settings = [right, wrong, right | {"checkpoints": "cosine=/nowhere"}]
+        (root / name).mkdir()
+        (root / name / f"{'doubled' if name == 'doubled' else 'cosine'}.py").write_text(text)
+    right, wrong, doubled = ({"variants": str(root / name)} for name in texts)
+    tensors = llama_tensors() | {"model.layers.1.self_attn.sinks": torch.ones(HEADS)}
+    folder = small_checkpoints.write(root / "llama", tensors, LLAMA)
+    body = {
+        "inputs": {"x": [[1.0] * 16]}, "layer": {"name": "small.model.layers.1"},
+        "outputs": ["output"],
+    }  # fmt: skip
+    sent = [
+        (right, "GET", "/v1/variants/cosine", None),
+        (wrong, "GET", "/v1/variants/cosine", None),
+        (right | {"checkpoints": "cosine=/nowhere"}, "GET", "/v1/variants/cosine", None),
+        (doubled | {"checkpoints": f"small={folder}"}, "POST", "/v1/attention/doubled", body),
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_WORKERS, json.dumps(settings)],
+        [sys.executable, "-c", WITHOUT_WORKERS, json.dumps(sent)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},  # several threads wait for busy CPUs
         capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
     )  # fmt: skip
-    assert done.stdout == "200\n", done.stderr
-    one, other = done.stderr.split("Traceback (most recent call last)", 2)[1:]
+    replies = [json.loads(line) for line in done.stdout.splitlines()]
+    return Applications(replies, done.stderr.split("Traceback (most recent call last)")[1:])
+
+
+def test_application_without_workers_has_the_variants(applications: Applications) -> None:
+    """Such as a replica of Ray Serve, which `qkv serve` does not start."""
+    assert applications.replies[0][0]["variant"] == "cosine"
+    one, other = applications.tracebacks
     assert "fails 1 of the checks" in one
     assert "the checkpoint cosine has the name of a variant" in other
 
 
-def test_variant_that_changes_its_inputs_changes_no_loaded_layer(tmp_path: Path) -> None:
-    (variants := tmp_path / "variants").mkdir()
-    (variants / "doubled.py").write_text(CHANGES_SINKS)
-    tensors = llama_tensors() | {"model.layers.1.self_attn.sinks": torch.ones(HEADS)}
-    folder = small_checkpoints.write(tmp_path / "llama", tensors, LLAMA)
-    done = subprocess.run(
-        [sys.executable, "-c", TWICE, str(variants), str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
-    assert done.stdout == "equal\n", done.stderr
+def test_variant_that_changes_its_inputs_changes_no_loaded_layer(
+    applications: Applications,
+) -> None:
+    first, second = applications.replies[1]
+    assert first["outputs"] == second["outputs"]
