@@ -68,10 +68,11 @@ def cases(name: str) -> Iterator[Case]:
     for shape in ((B, H, L, S), (1, 1, L, S), (B, 1, 1, S), (1, H, L, 1), (1, 1, 1, 1)):
         added = torch.randn(shape, dtype=torch.float64)
         allowed = torch.rand(shape) < 0.7
-        for mask in (allowed, added, added.where(allowed, -torch.inf)):
+        hidden = added.where(allowed, -torch.inf)
+        for mask, terms in ((allowed, {}), (added, {}), (hidden, head_terms(name))):
             for parameters in (known[0], known[-1]):
                 for lengths in lengths_of(name):
-                    tensors = random_inputs(name) | {"mask_BHLS": mask} | lengths
+                    tensors = random_inputs(name) | {"mask_BHLS": mask} | terms | lengths
                     yield Case(tensors, parameters)
 
 

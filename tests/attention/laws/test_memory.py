@@ -60,6 +60,9 @@ def softmax(parameters: str, dtype: str = "float32", **sizes: int) -> Case:
 CASES: Final = (
     *(Case(name, p) for name in ("linear", "efficient", "taylor") for p in ("{}", CAUSAL)),
     *(Case(name, CAUSAL, outputs=()) for name in ("linear", "efficient", "taylor")),
+    *(Case("mean", p, outputs=outputs) for p in ("{}", "dict(causal=False)")
+      for outputs in (("output",), ())),
+    *(Case("sigmoid", CAUSAL, HALF, outputs=outputs, mib=128) for outputs in (("output",), ())),
     # careful paths, which take the differences of far numbers
     Case("efficient", CAUSAL, QUARTER | ONE, slope=1000, mib=60),
     Case("efficient", CAUSAL, {"L": 6144, "S": 6144} | ONE, outputs=(), slope=1000),

@@ -94,30 +94,6 @@ def test_families_of_numbers(dtype: torch.dtype, size: Any) -> None:
     assert_agrees("sigmoid", *(x.to(dtype) for x in (query, key, value)))
 
 
-@each("bias", [None, 0.0, -3.0, 5.0])
-@each("causal", [False, True])
-def test_gradients_are_those_of_autograd(bias: float | None, causal: bool) -> None:
-    mask, slopes = normal(2, 1, 5, 7, seed=7), normal(4, seed=8)
-    leaves = [x.requires_grad_() for x in (*inputs(), mask, slopes)]
-    query, key, value, *_ = leaves
-    distance = torch.arange(7) - torch.arange(5)[:, None]
-    scores = query @ key.repeat_interleave(2, 1).mT / math.sqrt(6) + mask
-    scores = scores + slopes[:, None, None] * distance
-    weights = torch.sigmoid(scores + (-math.log(7) if bias is None else bias))
-    weights = weights * (distance <= 0) if causal else weights
-    output = weights @ value.repeat_interleave(2, 1)
-    grad = normal(*output.shape, seed=9)
-    truth = torch.autograd.grad(output, leaves, grad)
-    query, key, value, mask, slopes = (x.detach() for x in leaves)
-    found = sigmoid.backward(
-        sigmoid.Call(query, key, value, mask, alibi_slopes_H=slopes, bias=bias, causal=causal), grad
-    )
-    names = ("query", "key", "value", "mask", "alibi_slopes")
-    for name, expected in zip(names, truth, strict=True):
-        close = 1e3 * EPS * float(expected.abs().max())
-        torch.testing.assert_close(found[name], expected, rtol=0, atol=close)
-
-
 def test_gradients_of_saturated_weights_keep_their_digits() -> None:
     """1 - A is 2e-9 in the row, and 0 by subtraction in float32."""
     one = torch.ones(1, 1, 1, 1)

@@ -14,7 +14,7 @@ from support.dtypes import DTYPES, exact_dtype
 from support.each import each
 from support.head_terms import textbook
 from support.references import reference_of
-from support.variant_calls import EPS, gradients
+from support.variant_calls import gradients
 
 B, H, G, L, S = 2, 4, 2, 6, 9
 FAMILIES: Final[tuple[dict[str, Any], ...]] = (
@@ -99,21 +99,6 @@ def assert_close(found: dict[str, Tensor], truth: dict[str, Tensor], eps: float)
     for name, gradient in found.items():
         close = 100 * eps * max(1.0, float(truth[name].abs().max()))
         torch.testing.assert_close(gradient.double(), truth[name], rtol=0, atol=close)
-
-
-@each("parameters", FAMILIES)
-@each("left_out", ["nothing", "alibi_slopes_H", "sinks_H"])
-def test_agree_with_autograd(parameters: dict[str, Any], left_out: str) -> None:
-    """With lengths, and with masks of either kind; a row may see no key."""
-    for lengths in (None, torch.tensor([9, 4])):
-        for mask in (None, torch.rand(B, 1, L, S) < 0.7, torch.randn(1, H, L, S).double()):
-            tensors = inputs_of()
-            tensors.pop(left_out, None)
-            extra = {"key_lengths_B": lengths, "mask_BHLS": mask}
-            tensors |= {n: t for n, t in extra.items() if t is not None}
-            grad = torch.randn(B, H, L, 3, dtype=torch.float64)
-            found = gradients("softmax", grad, tensors, parameters)
-            assert_close(found, derivatives(tensors, grad, parameters), 10 * EPS)
 
 
 @each("dtype", DTYPES[1:])

@@ -143,12 +143,12 @@ def test_vectors_without_direction_have_similarity_1(dtype: torch.dtype) -> None
 @every_dtype
 @causal_or_not
 def test_many_keys_that_cancel(dtype: torch.dtype, causal: bool) -> None:
-    """Beside 1000 and more opposed keys, one key without a direction determines the row."""
-    key = torch.tensor([-1.0, 0.5], dtype=dtype).expand(1, 1, 3000, 2).clone()
+    """Beside a thousand opposed keys, one key without a direction determines the row."""
+    key = torch.tensor([-1.0, 0.5], dtype=dtype).expand(1, 1, 1100, 2).clone()
     key[:, :, 7] = 0.0
-    value = torch.arange(6000.0).view(1, 1, 3000, 2).remainder(97).to(dtype)
-    output, _ = attended(-key[:, :, :1].expand(1, 1, 3000, 2), key, value, causal=causal)
-    truth = value.double()[:, :, 7:8].expand(1, 1, 3000, 2).clone()
+    value = torch.arange(2200.0).view(1, 1, 1100, 2).remainder(97).to(dtype)
+    output, _ = attended(-key[:, :, :1].expand(1, 1, 1100, 2), key, value, causal=causal)
+    truth = value.double()[:, :, 7:8].expand(1, 1, 1100, 2).clone()
     if causal:
         truth[:, :, :7] = 0.0
     # up to 1000 keys of at most 97 go into one sum whose denominator is 1
@@ -191,15 +191,3 @@ def test_rows_of_any_size(dtype: torch.dtype, causal: bool) -> None:
             found = attended(query, key, value, causal=causal)
             assert torch.equal(found[0], plain[0])
             assert torch.equal(found[1], plain[1])
-
-
-@every_dtype
-@causal_or_not
-def test_extreme_values(dtype: torch.dtype, causal: bool) -> None:
-    most = torch.finfo(dtype).max
-    query = torch.randn(1, 1, 50, 4).to(dtype)
-    value = torch.full((1, 1, 50, 2), most, dtype=dtype)
-    output, _ = attended(query, query, value, causal=causal)
-    assert ((output / most - 1).abs() <= 100 * EPS * 1e3 + torch.finfo(dtype).eps).all()
-    value[:, :, 0] = 1e-3  # small values beside it are not lost
-    assert abs(float(attended(query, query, value, causal=True)[0][0, 0, 0, 0]) - 1e-3) < 1e-5
