@@ -34,6 +34,8 @@ from support.processes import TIMEOUT_S
 from support.raw_connection import random_inputs
 
 SEEDS: Final = range(8, 18)
+FEW: Final = SEEDS[:3]
+"""For the pretended device, on which each operation takes longer."""
 
 
 @pytest.fixture(params=["pretended", pytest.param("accelerator", marks=pytest.mark.gpu)])
@@ -56,8 +58,7 @@ def batch_of(variant: Variant, kind: type[Plan], seed: int) -> list[Job]:
 
 
 def seeds(device: Accelerator) -> range:
-    """Returns seeds of batches; few for the pretended device, which other tests use too."""
-    return SEEDS[:2] if isinstance(device, PretendedDevice) else SEEDS
+    return FEW if isinstance(device, PretendedDevice) else SEEDS
 
 
 def softmax_jobs(length: int, count: int) -> list[Job]:

@@ -11,17 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from qkv.attention.variant import Variant
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.engine import Engine
 from qkv.engine.executor import execute
 from qkv.errors import QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
-from qkv.jobs.plan import Plan
 from qkv.jobs.result import Result
-from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
 from support.engines import new_job
-from support.job_outputs import assert_close
 from support.pretended_device import (
     PRETENDED,
     PretendedDevice,
@@ -32,16 +28,6 @@ from support.pretended_device import (
 )
 from support.processes import TIMEOUT_S
 from support.raw_connection import random_inputs
-
-
-@pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
-def test_batch_equals_that_on_the_cpu(variant: Variant, kind: type[Plan]) -> None:
-    device = PretendedDevice()
-    for seed in range(8):
-        jobs = random_jobs(variant, kind, seed)
-        jobs = [job for job in jobs if job.batch_key == jobs[0].batch_key]
-        assert_close(execute(jobs, device, stack=True), execute(jobs, CpuDevice(), stack=True))
-        assert live_tensors() == 0
 
 
 def test_tensor_of_the_cpu_meets_none_of_the_device() -> None:

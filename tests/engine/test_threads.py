@@ -71,7 +71,7 @@ def test_only_jobs_of_the_sdpa_kernel_take_idle_threads() -> None:
 @pytest.mark.slow
 def test_idle_threads_do_not_change_bits_with_slopes_and_sinks() -> None:
     taken = 0
-    for H, L, S in ((8, 700, 700), (1, 2000, 2000), (2, 64, 9000), (8, 2048, 2048)):
+    for H, L, S in ((8, 700, 700), (1, 2000, 2000), (2, 64, 9000)):
         random = np.random.default_rng(L)
         arrays = {
             n: random.normal(size=(1, H, size, 64)).astype(np.float32)

@@ -138,19 +138,23 @@ def test_last_response_of_a_draining_connection_closes_it(is_late: bool) -> None
     ]
 
 
-def test_request_that_arrives_in_part_is_the_last_of_a_drain() -> None:
+@pytest.mark.parametrize(("shape", "cut"), [((1, 2, 8, 16), 20), ((1, 8, 1024, 32), -1000)])
+def test_request_that_arrives_in_part_is_the_last_of_a_drain(
+    shape: tuple[int, ...], cut: int
+) -> None:
     """It has a response, and none of those behind it, which a client could send for ever."""
     request = encode_request(*encode_body(random_inputs(0)))
+    last = encode_request(*encode_body(random_inputs(0, shape)))
     with running_server() as server, raw_client(server) as caller:
         with server.hold():
-            caller.send(request + request[:20])
+            caller.send(request + last[:cut])
             wait_until(lambda: in_flight_count(server) == 1)
             server.runtime.worker.shared_state.drain()
             for connection in server.uvicorn.server_state.connections:
                 server.loop.call_soon_threadsafe(connection.shutdown)
         headers, *_ = caller.read_response()
         assert "connection" not in headers
-        caller.send(request[20:] + request * 3)
+        caller.send(last[cut:] + request * 3)
         ((status, headers, _),) = read_responses(caller.socket)
     assert (status, headers["connection"]) == (200, "close")
 

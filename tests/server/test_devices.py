@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,13 +16,11 @@ from qkv.client.request_builders import build_attend
 from qkv.settings import Settings
 from qkv.wire import safetensors
 from support.paths import ROOT
-from support.processes import TIMEOUT_S, Process, wait_until
+from support.processes import TIMEOUT_S, Process
 from support.service_processes import (
     PATH,
     SAFETENSORS,
-    address,
     device_process_pids,
-    refuses_connections,
 )
 
 Start = Callable[..., Process]
@@ -94,29 +91,6 @@ def test_metrics_and_statistics_are_sums_over_both(start: Start) -> None:
         text = http.get("/metrics").text
         assert 'qkv_build_info{device="cpu,cpu",version="0.1.0"} 1.0' in text
     assert service.end() == 0
-
-
-def test_sigterm_completes_the_jobs_of_both(start: Start) -> None:
-    """Both device processes are stopped until jobs wait for each of them and the drain begins."""
-    service = start()
-    pids = device_process_pids(service)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    content, in_progress = body(1), "qkv_requests_in_progress 6.0"
-    with ThreadPoolExecutor(6) as pool:
-        url = service.url + PATH
-        runs = [
-            pool.submit(httpx.post, url, content=content, headers=SAFETENSORS, timeout=TIMEOUT_S)
-            for _ in range(6)
-        ]
-        wait_until(lambda: in_progress in httpx.get(f"{service.url}/metrics").text)
-        service.popen.terminate()
-        wait_until(lambda: refuses_connections(*address(service)))
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-        assert len({output(run.result(TIMEOUT_S)) for run in runs}) == 1
-    assert service.wait() == 0
-    assert not any("exited" in line for line in service.lines)
 
 
 @pytest.mark.process

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import signal
-import socket
 import time
-from contextlib import ExitStack
 
-import httpx
 import pytest
 
 from qkv.jobs.job import Job
 from support.engines import output_alone
-from support.processes import TIMEOUT_S, running_command, wait_until
+from support.processes import wait_until
 from support.raw_connection import (
     PATH,
-    RawClient,
     encode_body,
     encode_request,
     in_flight_count,
@@ -135,41 +130,3 @@ def test_disconnect_in_the_middle_of_a_body_runs_nothing(
             wait_until(lambda: in_flight_count(server) == 1)
         wait_until(lambda: in_flight_count(server) == 0)
     assert not server_jobs
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 1024, 32)])
-def test_request_that_arrives_in_part_before_a_drain_is_answered(
-    shape: tuple[int, ...], before: int
-) -> None:
-    """As the first or the second request of its connection; cut in the head or in the body."""
-    arrays = random_inputs(0, shape)
-    request = encode_request(*encode_body(arrays))
-    output = None
-    with running_command("serve", "--port", "0", "--workers", "1") as process:
-        url = httpx.URL(process.url)
-        assert url.port is not None
-        with ExitStack() as stack:
-            idle, *callers = (
-                RawClient(
-                    stack.enter_context(socket.create_connection((url.host, url.port), TIMEOUT_S))
-                )
-                for _ in range(3)
-            )
-            cuts = (20, -1000)
-            for caller, cut in zip(callers, cuts, strict=True):
-                for _ in range(before):
-                    caller.send(request)
-                    output = caller.read_response()[2]
-                caller.send(request[:cut])
-            time.sleep(0.2)  # for these bytes to be read
-            process.popen.send_signal(signal.SIGTERM)
-            assert idle.socket.recv(1) == b""  # it closes idle connections
-            for caller, cut in zip(callers, cuts, strict=True):
-                caller.send(request[cut:])
-                headers, _, during = caller.read_response()
-                assert during == output_alone(arrays) if output is None else during == output
-                assert headers["connection"] == "close"
-                assert caller.socket.recv(1) == b""
-        assert process.wait() == 0

@@ -60,7 +60,7 @@ def mean_roundings(S: int, causal: bool = True, method: str = "cumsum") -> int:
     """
     if method != "cumsum":
         return 1
-    rows = min(S, mean._BLOCK)
+    rows = min(S, mean._BLOCK)  # a private name: the order of a sum is no promise, its bound is
     levels = max(1, math.ceil(math.log(rows, 16)))
     return 4 if causal else min(rows - 1, 16 * levels + 3) + 2
 
@@ -140,7 +140,8 @@ def _taylor(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str, T
     grown = roundings * EPS / d.clamp(min=EPS)
     output = grown * (seen.double() @ value.double().abs() + n * truth.output.abs())
     if value.dtype != torch.float64:
-        # where the denominator is close to n / 8, its rounding decides
+        # where the denominator is close to n / 8, its rounding decides; a private name, because
+        # this limit is no promise
         wide = (d < (taylor._NARROW - roundings * NARROW_EPS) * n).flatten(1).any(1)
         output = output * torch.where(wide, 1.0, NARROW_EPS / EPS)[:, None, None, None]
     return {

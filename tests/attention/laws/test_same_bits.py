@@ -24,7 +24,7 @@ def runner() -> Iterator[EngineRunner]:
 def test_same_bits_alone_and_in_a_batch(
     runner: EngineRunner, variant: Variant, kind: type[Plan]
 ) -> None:
-    for seed in range(40):
+    for seed in range(20):
         jobs = random_jobs(variant, kind, seed)
         alone, found = runner.run_alone(jobs), runner.run_together(jobs)
         for one, other in zip(alone, found, strict=True):

@@ -16,8 +16,11 @@ from support.references import reference_of
 from support.seed_tables import AVERAGES, AVERAGING
 from support.service import Server, running_server
 from support.variant_bounds import mean_roundings as roundings
+from support.variant_calls import VARIANTS
 
-METHODS: Final[tuple[Any, ...]] = typing.get_args(mean._Method)
+METHODS: Final[tuple[Any, ...]] = typing.get_args(
+    VARIANTS["mean"].parameters.model_fields["method"].annotation
+)
 DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 BOTH: Final = frozenset({"output", "weights"})
 PATH: Final = "/v1/attention/mean"

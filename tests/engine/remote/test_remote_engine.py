@@ -482,6 +482,7 @@ def test_job_whose_plan_cannot_be_read_fails_alone(caplog: pytest.LogCaptureFixt
         remote = fixture.remotes[0]
         await remote.submit(plain(0))
         broken = plain(0)
+        # a private name: nothing outside the plan can cause this bug
         broken.plan._derived[describe] = PlanDescription(b"key", b"no plan")
         lost = remote.submit(broken)
         right = remote.submit(plain(0))
