@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+import numpy as np
 import pytest
 from gpu_engine import too_large
 
@@ -28,7 +29,7 @@ from qkv.jobs.result import Result
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
 from support.engines import bits, new_job, run_together
 from support.hidden_waits import count_hidden_waits
-from support.job_outputs import assert_close
+from support.known_requests import EPS
 from support.pretended_device import PretendedDevice, faults, live_tensors
 from support.processes import TIMEOUT_S
 from support.raw_connection import random_inputs
@@ -69,6 +70,25 @@ def softmax_jobs(length: int, count: int) -> list[Job]:
 def bits_of(outputs: Sequence[Result]) -> list[Any]:
     """Returns dtype, shape and bytes of each output of each job."""
     return [bits(output) for output in outputs]
+
+
+def assert_close(got: Sequence[Result], expected: Sequence[Result]) -> None:
+    """Asserts equal names, dtypes and shapes, and numbers up to roundings of the largest.
+
+    The same number of jobs must have shared the call.
+    """
+    for one, other in zip(got, expected, strict=True):
+        assert one.outputs.keys() == other.outputs.keys()
+        assert one.times.stacked_count == other.times.stacked_count
+        for name, raw in one.outputs.items():
+            assert (raw.dtype, raw.shape) == (other.outputs[name].dtype, other.outputs[name].shape)
+            a, b = (np.asarray(r.numpy(), np.float64) for r in (raw, other.outputs[name]))
+            if raw.dtype not in EPS or not a.size:
+                assert np.array_equal(a, b), name
+                continue
+            largest = np.abs(b[np.isfinite(b)]).max(initial=1.0)
+            bound = 256 * EPS[raw.dtype] * largest
+            np.testing.assert_allclose(a, b, rtol=0, atol=bound, err_msg=name)
 
 
 @pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
