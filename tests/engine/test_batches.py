@@ -226,7 +226,7 @@ def test_inputs_are_never_written_to(runner: EngineRunner, request: Request) -> 
 
 
 @pytest.mark.slow
-@examples(150)
+@examples(60)
 @given(groups())
 def test_stacked_jobs_match_the_reference(
     stacked: EngineRunner, group: tuple[list[Request], tuple[str, ...]]

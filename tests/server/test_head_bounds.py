@@ -98,14 +98,6 @@ def test_error_comes_before_the_end_of_a_head(server: Server, part: str, lines: 
         assert connection.recv(1 << 16).split()[1] == b"431"
 
 
-@pytest.mark.parametrize("part", BEFORE)
-def test_bounds_hold_for_a_request_that_arrives_whole(server: Server, part: str) -> None:
-    """All of it is parsed at once, also its end."""
-    with socket.create_connection(server.address, TIMEOUT_S) as connection:
-        connection.sendall(BEFORE[part] + b"a:\r\n" * 110 + b"\r\n")
-        assert connection.recv(1 << 16).split()[1] == b"431"
-
-
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Lets nothing but reference counts free an object."""

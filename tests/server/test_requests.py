@@ -67,6 +67,28 @@ def test_requests_of_several_agents_are_pipelined(server: Server, server_jobs: l
     assert len(server_jobs) == 4
 
 
+def test_equal_heads_have_their_own_outputs(server: Server) -> None:
+    """Also with ids, and with two kinds of body on one connection, in turn."""
+    every = [random_inputs(seed) for seed in range(8)]
+    outputs = [output_alone(arrays) for arrays in every]
+    assert len(set(outputs)) == len(every)
+    with raw_client(server) as caller:
+        for i, (arrays, output) in enumerate(zip(every, outputs, strict=True)):
+            body, length = encode_body(arrays)
+            for id in ("mine", f"{length}-{i}"):
+                caller.send(encode_request(body, length, PATH, f"X-Request-ID: {id}"))
+                headers, _, data = caller.read_response()
+                assert data == output
+                assert headers["x-request-id"] == id
+    causal = encode_request(*encode_body(every[0], parameters={"causal": True}))
+    with raw_client(server) as caller:
+        for _ in range(4):
+            caller.send(encode_request(*encode_body(every[0])))
+            assert caller.read_response()[2] == outputs[0]
+            caller.send(causal)
+            assert caller.read_response()[2] == output_alone(every[0], causal=True) != outputs[0]
+
+
 CUTS: Final = ("nothing", "in the head", "the head", "in the body")
 
 
