@@ -150,7 +150,10 @@ class Engine:
 
     @contextmanager
     def paused(self, *, small_jobs: bool = True) -> Iterator[None]:
-        """Runs no job until it exits, so that a test can fill the queue.
+        """Runs no job until it exits; meanwhile jobs are queued, up to the limit.
+
+        A job that runs already ends as usual, and several pauses may overlap. So an operator of an
+        engine holds its queue, and a test fills it.
 
         Args:
             small_jobs: queue small jobs as the others are; else they run on the event loop.
