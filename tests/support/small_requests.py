@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from qkv.client.request_builders import build_attend
-from qkv.engine.engine import GPU_MAX_BATCH, Engine
+from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, launch
 from qkv.jobs.job import Job
 from support.processes import TIMEOUT_S
@@ -71,21 +70,3 @@ def executed_jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
     monkeypatch.setattr("qkv.api.app.Engine", partial(Engine, launch=recorded))
     return every
-
-
-def post_as_one_batch(server: Server, path: str, documents: Sequence[Any]) -> list[Any]:
-    """Returns the responses to documents that are all queued before the first runs.
-
-    Batches may be as large as on a GPU.
-    """
-    # a shared server has one limit, and a server for each call would take a second
-    thread = server.engine._thread
-    thread.max_batch, before = GPU_MAX_BATCH, thread.max_batch
-    try:
-        with ThreadPoolExecutor(len(documents)) as pool:
-            with server.hold():
-                futures = [pool.submit(server.http.post, path, json=d) for d in documents]
-                server.wait_until_queued(len(documents))
-            return [future.result().json() for future in futures]
-    finally:
-        thread.max_batch = before

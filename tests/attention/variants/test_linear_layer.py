@@ -17,17 +17,10 @@ from torch.nn import functional as F
 from qkv.attention.catalogue import find
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.variants import linear_layer
-from qkv.client.client import Client
-from qkv.engine.device.cpu import CpuDevice
-from qkv.engine.executor import execute
-from qkv.jobs.job import Job
-from qkv.jobs.plan import Limits, Plan
-from qkv.tensors import RawTensor
-from qkv.wire.message import Message
+from qkv.jobs.plan import Limits
 from support.each import each
 from support.known_requests import as_array, assert_problem
 from support.service import Server
-from support.small_requests import post_as_one_batch
 
 DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ALL: Final = frozenset(find("linear_layer").outputs)
@@ -226,13 +219,6 @@ def test_over_http(server: Server, rank: int, dtype: str) -> None:
     assert {n: t["shape"] for n, t in outputs.items()} == {n: batch + s for n, s in shapes.items()}
 
 
-def test_over_python_client(server: Server) -> None:
-    x, weight = (t.numpy() for t in layer(2, 3, 4, torch.float32))
-    with Client(server.url) as client:
-        run = client.attend("linear_layer", x=x, weight=weight, weights="none")
-    np.testing.assert_allclose(run.output, x @ weight.T, rtol=1e-5, atol=1e-6)
-
-
 @each("rank", [1, 2])
 def test_over_open_inference_protocol(server: Server, rank: int) -> None:
     inputs = [
@@ -261,39 +247,3 @@ def test_layers_and_wrong_shapes_are_rejected(server: Server) -> None:
     ):
         problem = assert_problem(server.http.post(PATH, json={"inputs": inputs | wrong}))
         assert message in problem["detail"]
-
-
-def job(x: Tensor, weight: RawTensor) -> Job:
-    raw = {"x": RawTensor.from_numpy(x.numpy()), "weight": weight}
-    return Job.new(Plan, "linear_layer", Message({"outputs": sorted(ALL)}, raw), LIMITS)
-
-
-@each("stack", [False, True])
-def test_only_requests_with_the_same_weight_object_batch(stack: bool) -> None:
-    (x, weight), (other_x, other) = (layer(2, 8, 4, torch.float32, seed) for seed in (1, 2))
-    shared = RawTensor.from_numpy(weight.numpy())
-    one, two, longer = job(x, shared), job(other_x, shared), job(torch.cat([x, x]), shared)
-    assert one.batch_key == two.batch_key == longer.batch_key
-    assert one.batch_key != job(x, RawTensor.from_numpy(other.numpy())).batch_key
-    assert one.batch_key != job(x, RawTensor.from_numpy(weight.numpy().copy())).batch_key
-    jobs = [one, two, longer]
-    for submitted, together in zip(jobs, execute(jobs, CpuDevice(), stack), strict=True):
-        (alone,) = execute([submitted], CpuDevice(), stack)
-        for name in ALL:
-            found, expected = (r.outputs[name].numpy() for r in (together, alone))
-            if stack:  # stacking on a CPU keeps the numbers, not the bits
-                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-            else:
-                np.testing.assert_array_equal(found, expected)
-
-
-def test_concurrent_requests_with_other_weights_do_not_mix(server: Server) -> None:
-    cases = [layer(2, 8, 4, torch.float32, seed) for seed in range(8)]
-    inputs = [{"x": x.tolist(), "weight": weight.tolist()} for x, weight in cases]
-    responses = post_as_one_batch(server, PATH, [{"inputs": each} for each in inputs])
-    for (x, weight), response in zip(cases, responses, strict=True):
-        assert response["timing"]["batch_size"] == 1
-        output = torch.tensor(response["outputs"]["output"])
-        assert torch.equal(
-            output, tensor(linear_layer.attend(linear_layer.Call(x, weight), ALL).output)
-        )

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from qkv.attention.variants import linformer
-from qkv.engine.device.cpu import CpuDevice
-from qkv.engine.executor import execute
 from qkv.errors import InvalidContent, PayloadTooLarge
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Limits, Plan
@@ -21,7 +19,6 @@ from support.each import each
 from support.known_requests import assert_problem
 from support.linformer_reference import ALL
 from support.service import Server
-from support.small_requests import post_as_one_batch
 
 PATH: Final = "/v1/attention/linformer"
 LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=1 << 30)
@@ -133,41 +130,3 @@ def test_over_http(server: Server) -> None:
     body["inputs"] = x | {"value_projection": [[1, 2], [3, 4]]}
     problem = assert_problem(server.http.post(PATH, json=body), 422)
     assert "got N=2, expected at least S=3" in problem["detail"]
-
-
-@each("stack", [False, True])
-def test_only_requests_with_the_same_projections_batch(stack: bool) -> None:
-    tensors = [[raw(torch.randn(b, 2, 6, 4)) for _ in range(3)] for b in (1, 2)]
-    E, F, other = (raw(torch.randn(3, 6)) for _ in range(3))
-    one, two = (job(*inputs, E, F) for inputs in tensors)
-    apart, drawn_one, drawn_two = job(*tensors[0], E, other), *(job(*t, seed=4) for t in tensors)
-    assert one.batch_key == two.batch_key != apart.batch_key
-    assert drawn_one.batch_key == drawn_two.batch_key != job(*tensors[0], seed=5).batch_key
-    for jobs in ([one, two], [drawn_one, drawn_two]):
-        for submitted, together in zip(jobs, execute(jobs, CpuDevice(), stack), strict=True):
-            (alone,) = execute([submitted], CpuDevice(), stack)
-            for name in ALL:
-                found, expected = (r.outputs[name].numpy() for r in (together, alone))
-                assert found.shape == expected.shape
-                if stack:  # stacking on a CPU keeps the numbers, not the bits
-                    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-                else:
-                    np.testing.assert_array_equal(found, expected)
-    with_other, without = (execute([j], CpuDevice(), stack)[0] for j in (apart, one))
-    found, expected = (r.outputs["output"].numpy() for r in (with_other, without))
-    assert not np.array_equal(found, expected)
-
-
-def test_concurrent_requests_with_other_projections_do_not_mix(server: Server) -> None:
-    cases = [[torch.randn(6, 4) for _ in range(3)] + list(torch.randn(2, 3, 6)) for _ in range(6)]
-    names = ("query", "key", "value", "key_projection", "value_projection")
-    inputs = [{n: t.tolist() for n, t in zip(names, case, strict=True)} for case in cases]
-    documents = [{"inputs": one, "outputs": sorted(ALL)} for one in inputs]
-    responses = post_as_one_batch(server, PATH, documents)
-    for case, response in zip(cases, responses, strict=True):
-        assert response["timing"]["batch_size"] == 1
-        (alone,) = execute([job(*map(raw, case))], CpuDevice(), stack=False)
-        for name in ALL:
-            np.testing.assert_array_equal(
-                np.array(response["outputs"][name], np.float32), alone.outputs[name].numpy()
-            )
