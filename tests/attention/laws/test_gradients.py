@@ -13,6 +13,7 @@ from torch import Tensor
 
 from support.small_blocks import small_blocks
 from support.variant_calls import (
+    CAUSAL,
     EPS,
     SIZES,
     VARIANTS,
@@ -114,3 +115,16 @@ def test_gradients_are_the_derivatives_of_the_reference(name: str, block: int | 
     for case in cases(name):
         error, bound = error_and_bound(name, case, block)
         assert error <= bound, (name, case)
+
+
+@pytest.mark.parametrize("length", [65, pytest.param(1100, marks=pytest.mark.slow)])
+@every_variant
+def test_gradients_of_more_than_one_chunk(name: str, length: int) -> None:
+    """Chunks have 64 tokens, and 1,024 keys are summed at once."""
+    sizes = {"B": 1, "D": 8, "E": 8} | dict.fromkeys("GHJVTZ", 1) | dict.fromkeys("LSN", length)
+    for parameters in ({}, CAUSAL):
+        if parameters.keys() <= VARIANTS[name].parameters.model_fields.keys():
+            inputs, optional = random_inputs(name, SIZES | sizes), optional_arguments(name)
+            tensors = {a: t for a, t in inputs.items() if a not in optional}
+            error, bound = error_and_bound(name, Case(tensors, parameters), None)
+            assert error <= bound, (name, parameters)

@@ -16,6 +16,7 @@ from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.each import each
 from support.references import reference_of
+from support.variant_calls import EPS, SIZES, gradients, random_inputs
 
 BOTH: Final = frozenset({"output", "weights"})
 OUTPUT: Final = frozenset({"output"})
@@ -85,3 +86,35 @@ def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
     assert [r.batch_size for r in results] == [3, 3, 3]
     for r, size in zip(results, (1.0, 40.0, 2.0), strict=True):
         np.testing.assert_allclose(r.outputs["output"].numpy(), size, rtol=1e-6)
+
+
+@each("causal", [False, True])
+@each("size", [-40.0, -60.0, -300.0, -1e4])
+def test_gradients_of_vanishing_features(size: float, causal: bool) -> None:
+    """For x <= 0, phi is exp, and a constant added to queries or keys changes no gradient."""
+    near = random_inputs("linear", dtype=torch.float32)
+    for argument in ("query_BHLD", "key_BGSD"):  # in steps that float32 represents at any size
+        near[argument] = near[argument].mul(4).round().div(4) - 4
+    far = near | {a: near[a] + size for a in ("query_BHLD", "key_BGSD")}
+    grad = torch.randn(3, 4, 3, 2)
+    found = gradients("linear", grad, far, {"causal": causal})
+    truth = gradients("linear", grad, near, {"causal": causal})
+    for n, gradient in found.items():
+        close = torch.finfo(torch.float32).eps
+        torch.testing.assert_close(gradient, truth[n], rtol=4 * close, atol=1e3 * EPS)
+
+
+def test_gradients_of_row_sums_that_underflow() -> None:
+    """A late key of another size does not change the gradients of early rows."""
+    tensors = random_inputs("linear", SIZES | {"B": 1, "L": 6, "S": 6})
+    tensors["key_BGSD"] = -900 - tensors["key_BGSD"].abs()
+    tensors["query_BHLD"] = -tensors["query_BHLD"].abs()
+    early = {a: t[:, :, :4].clone() for a, t in tensors.items()}
+    tensors["key_BGSD"][:, :, 4:] = 50.0
+    grad = torch.randn(1, 4, 6, 2, dtype=torch.float64)
+    grad[:, :, 4:] = 0.0
+    found = gradients("linear", grad, tensors, {"causal": True})
+    truth = gradients("linear", grad[:, :, :4], early, {"causal": True})
+    for n, gradient in found.items():
+        torch.testing.assert_close(gradient[:, :, :4], truth[n], rtol=1e3 * EPS, atol=1e2 * EPS)
+        assert not gradient[:, :, 4:].any()

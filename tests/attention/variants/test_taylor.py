@@ -16,7 +16,7 @@ from support.agreement import assert_agrees
 from support.drawn_requests import Request, requests
 from support.each import each
 from support.examples import examples
-from support.variant_calls import VARIANTS
+from support.variant_calls import VARIANTS, gradients
 
 BOTH: Final = frozenset({"output", "weights"})
 OUTPUT: Final = frozenset({"output"})
@@ -191,3 +191,38 @@ def test_rows_of_any_size(dtype: torch.dtype, causal: bool) -> None:
             found = attended(query, key, value, causal=causal)
             assert torch.equal(found[0], plain[0])
             assert torch.equal(found[1], plain[1])
+
+
+@each("dtype", [torch.float64, torch.float32])
+@each("angle", [1e-1, 1e-3, 1e-5])
+def test_gradients_of_opposed_keys(dtype: torch.dtype, angle: float) -> None:
+    """Compares with central differences of 80 digits, for the rounded inputs."""
+    turns = torch.tensor([1.0, -1.5, 0.5], dtype=torch.float64) * angle
+    key = -torch.stack([turns.cos(), turns.sin()], -1) * torch.tensor([[1.0], [3.0], [0.25]])
+    query, value = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0], [-2.0], [4.0]])
+    rows = [x.to(dtype) for x in (query, key, value)]
+    tensors = dict(
+        zip(("query_BHLD", "key_BGSD", "value_BGSE"), (x[None, None] for x in rows), strict=True)
+    )
+    found = gradients("taylor", torch.ones(1, 1, 1, 1, dtype=dtype), tensors, {})
+    numbers = [Decimal(x) for row in rows for x in row.flatten().tolist()]
+
+    def output(x: list[Decimal]) -> Decimal:
+        similar = []
+        for k in range(3):
+            a, b = x[2 + 2 * k], x[3 + 2 * k]
+            norms = ((x[0] ** 2 + x[1] ** 2) * (a**2 + b**2)).sqrt()
+            similar.append(1 + (x[0] * a + x[1] * b) / norms)
+        return sum((s * v for s, v in zip(similar, x[8:], strict=True)), Decimal()) / sum(similar)
+
+    with localcontext(prec=80):
+        step, slopes = Decimal("1e-25"), []
+        for n in range(len(numbers)):
+            up, down = ([*numbers[:n], numbers[n] + d, *numbers[n + 1 :]] for d in (step, -step))
+            slopes.append(float((output(up) - output(down)) / (2 * step)))
+    result = torch.cat([found[n].double().flatten() for n in ("query", "key", "value")])
+    truth = torch.tensor(slopes, dtype=torch.float64)
+    # roundings of a direction over the least angle, and of sums of terms as large as the largest
+    close = 2 * (8 + 4) * EPS / (angle / 2) + 4 * torch.finfo(dtype).eps
+    for part in (slice(0, 2), slice(2, 8), slice(8, 11)):
+        assert ((result - truth).abs()[part] <= 4 * close * truth[part].abs().max()).all()
