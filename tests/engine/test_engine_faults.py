@@ -118,6 +118,9 @@ def test_event_loop_survives_a_failing_small_job(
         assert "secret" not in caught.value.detail
         engine.batch_runner.launch = launch
         await engine.submit(job)
+        await engine.stop()
+        with pytest.raises(ServiceUnavailable):
+            await engine.submit(job)
 
     with_engine(test)
 

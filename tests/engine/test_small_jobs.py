@@ -16,7 +16,7 @@ import pytest
 from qkv.attention.catalogue import variants
 from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, execute, launch
-from qkv.errors import Internal, ServiceUnavailable
+from qkv.errors import Internal
 from qkv.jobs.job import Job
 from qkv.jobs.result import Result
 from support.engines import CPU, bits, new_job, with_engine
@@ -188,24 +188,6 @@ def test_small_job_does_not_hide_a_stuck_device() -> None:
         assert changes == [True, False]
 
     with_engine(test, launch=stuck, on_busy=changes.append)
-
-
-def test_small_job_that_fails_has_its_error_and_the_next_one_runs() -> None:
-    def failing(*_: Any) -> Launched:
-        raise RuntimeError("marked")
-
-    async def test(engine: Engine) -> None:
-        job = new_job(random_inputs(0))
-        engine.batch_runner.launch = failing
-        with pytest.raises(Internal):
-            await engine.submit(job)
-        engine.batch_runner.launch = launch
-        await engine.submit(job)
-        await engine.stop()
-        with pytest.raises(ServiceUnavailable):
-            await engine.submit(job)
-
-    with_engine(test)
 
 
 @pytest.mark.parametrize("name", sorted(variants()))

@@ -109,7 +109,7 @@ def test_used_port_is_a_one_line_error(command: Command, server: Server) -> None
 
 
 def test_the_number_of_workers_changes_no_bits(shared_process: Callable[..., Process]) -> None:
-    cases = [random_case(kind, seed) for kind in range(20) for seed in range(3)]
+    cases = [random_case(kind, 0) for kind in range(20)]
     bodies = [json.dumps(case.document | {"encoding": "base64"}).encode() for case in cases]
     responses = []
     for count in (1, WORKERS):
