@@ -70,13 +70,6 @@ def test_exit_of_a_worker_is_logged_with_its_signal(command: Command) -> None:
         assert re.fullmatch(rf"worker 0 exited {reason} after \d+\.\d s; restarting it", message)
 
 
-def test_workers_flag_overrides_the_environment(command: Command) -> None:
-    for arguments, count in (((), 2), (("--workers", "1"), 1)):
-        started = command("serve", "--port", "0", *arguments, QKV_WORKERS="2")
-        assert started.url
-        assert len(child_pids(started.popen.pid)) == count
-
-
 def test_ctrl_c_stops_no_worker(service_process: Process) -> None:
     """A terminal sends it to every process; the supervisor drains the workers."""
     workers = child_pids(service_process.popen.pid)
