@@ -192,8 +192,8 @@ def watch(service: Service) -> Iterator[list[str]]:
         wanted = patient.attend("softmax", **arrays).output
 
         def once(index: int) -> str:
-            # the machine has other work; probes are fewer than clients
-            time.sleep(0.01 if index >= 2 * CLIENTS else 0.03)
+            # the machine has other work; a process needs 0.3 s to start, in which probes look often
+            time.sleep(0.02 if index >= 2 * CLIENTS else 0.06)
             if index >= 2 * CLIENTS:
                 path = ("readyz", "livez")[index - 2 * CLIENTS]
                 return f"{path} {service.status_of('/' + path) or 'disconnected'}"
