@@ -133,3 +133,21 @@ def test_wrong_usage_is_one_line_with_status_2(words: tuple[str, ...], problem: 
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()[-1:]
     assert problem in line
+
+
+@pytest.mark.parametrize("family", ["state", "scale"])
+def test_state_and_scale_of_a_recurrence_are_in_the_file(tmp_path: Path, family: str) -> None:
+    case, mine = tmp_path / "case.safetensors", tmp_path / "mine.safetensors"
+    words = ("-p", "rule=gated_delta", "-p", "chunk=16")
+    stdout_of("oracle", "gated", "--family", family, *words, "-o", case)
+    stdout_of("attend", "gated", case, "-p", "rule=gated_delta", "-o", mine, "--local")
+    assert "passed, 0 of 1 checks failed" in stdout_of("verify", "gated", case, mine)
+    call = CaseSpec("gated", family, parameters={"rule": "gated_delta", "chunk": 16}).draw()
+    exact = {n: x.float().numpy() for n, x in find_truth(call).results.items()}
+    safetensors.numpy.save_file(exact, mine)
+    assert "0 of 2 checks failed" in stdout_of("verify", "gated", case, mine)
+    transposed = exact["state.sums"].swapaxes(2, 3)
+    safetensors.numpy.save_file({**exact, "state.sums": transposed.copy()}, mine)
+    done = invoke("verify", "gated", case, mine)
+    assert done.exit_code == 1
+    assert "looks like: state-transposed" in done.stdout

@@ -104,3 +104,17 @@ def test_errors_name_what_is_wrong(client: Client) -> None:
         client.verify(lambda **_: [1.0], "softmax")
     with pytest.raises(QkvError, match=r"outputs\.output"):
         client.verify(lambda query, **_: query.astype("f8"), "softmax")
+
+
+def test_recurrence_with_a_state_is_judged(client: Client) -> None:
+    """Inputs and results have the names of a run, so the service judges its own answer."""
+
+    def attend(**arguments: Any) -> Any:
+        state = {"state.sums": arguments.pop("state.sums")}
+        return client.attend("gated", **arguments, state=state).output
+
+    options: dict[str, Any] = {"rule": "gated_delta", "family": "state", "sizes": {"H": 2}}
+    verdict = client.verify(attend, "gated", **options)
+    assert verdict.passed
+    verdict = client.verify(lambda **x: attend(**x) * 8, "gated", **options)
+    assert not verdict.passed

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any, Final, NamedTuple
 
 from qkv.testing import FAMILIES, Report, verify
+from qkv.testing.families import families_of
 from support.flash_kernel import Attention
 from support.right_functions import right_functions
 from support.right_variants import RIGHT_VARIANTS, of_the_service
@@ -54,7 +55,7 @@ class RightDraw(NamedTuple):
         Args:
             family_count: the number of families of inputs, which the seed chooses.
         """
-        names = [n for n, family in FAMILIES.items() if not family.is_strict]
+        names = [n for n in families_of(self.variant) if not FAMILIES[n].is_strict]
         # sums of a thousand products leave the range of float16
         if self.form == "in its dtype" and self.dtype == "float16":
             names.remove("long sum")

@@ -7,11 +7,11 @@ again.
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 import pydantic
 
-from qkv.attention.catalogue import find
 from qkv.errors import InvalidContent, QkvError, format_value
 from qkv.jobs.fields import INTEGER
 from qkv.testing.call import Call
@@ -24,8 +24,6 @@ from qkv.wire.message import Message
 from qkv.wire.tensor_types import FloatingDtype
 from qkv.wire.verify_responses import FIGURES, Figures, Verdict
 
-AXES: Final = "BHGLSDEIO"
-"""The axes whose sizes a request may give."""
 _CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 _DRAWN_SEEDS: Final = 2**53  # every JSON parser reads them exactly
 _NAMES: Final = {"worst_index": "worst"}  # of figures that have another name in `Check`
@@ -107,12 +105,13 @@ def draw_case(variant: str, fields: DrawFields, message: Message) -> Message:
         secrets.randbelow(_DRAWN_SEEDS) if fields.seed is None else fields.seed,
     )
     check_cost(spec)
-    if fields.gradients and find(variant).backward is None:
-        raise InvalidContent(f"{variant} has no gradients", pointer="/gradients")
     call = spec.draw()
+    if fields.gradients and not call.has_gradients:
+        raise InvalidContent(f"{variant} has no gradients", pointer="/gradients")
     inputs = CaseFile(spec, call).to_message().tensors
     if not fields.gradients:
         del inputs[GRAD_OUTPUT]
+    spec = replace(spec, parameters=dict(call.parameters))  # a family may draw one
     case = spec.to_json() | {"digest": input_digest(call)}
     return Message({"case": case}, inputs, encoding=message.encoding)
 

@@ -183,6 +183,15 @@ class Variant:
             dict(arguments) if hook is None else {**arguments, **hook(**_accepted(hook, arguments))}
         )
 
+    def required_names(self, parameters: pydantic.BaseModel) -> list[str]:
+        """Returns the inputs that every request with these parameters has, in their order.
+
+        The file's `needed_inputs` names optional inputs that are among them.
+        """
+        hook = getattr(self.module, "needed_inputs", None)
+        needed = () if hook is None else hook(parameters)
+        return [i.name for i in self.inputs.values() if not i.is_optional or i.name in needed]
+
     @property
     def random_input_names(self) -> frozenset[str]:
         """The names of the inputs that are drawn at random if the request does not have them."""

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from qkv.attention.catalogue import find
+from qkv.attention.signature import TAIL, Input
 from qkv.attention.variant import Variant
 from qkv.client.arrays import from_raw_like, to_raw
 from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.jobs.fields import JobFields
 from qkv.jobs.inputs import Inputs
 from qkv.tensors import RawTensor
-from qkv.testing.call import Call
+from qkv.testing.call import STATE, Call, state_dtype
 from qkv.testing.case_limits import check_memory
 from qkv.testing.case_spec import CaseSpec
 from qkv.testing.judgement import expected_shapes
@@ -32,8 +33,7 @@ FIELD: Final = "case"
 GRAD_OUTPUT: Final = "grad_output"
 
 _REQUEST_FIELDS: Final = ("parameters", "dtype")
-# and their dtypes; None: that of the case
-_OPTIONAL_INPUTS: Final = {"mask": "bool", "key_lengths": "int64", "sinks": None}
+_OPTIONAL_INPUTS: Final = ("mask", "key_lengths", "sinks", STATE)
 
 _to_tensor = from_raw_like(torch.empty(0))
 
@@ -67,7 +67,7 @@ class CaseFile(NamedTuple):
         """
         check_memory(self.call.variant, self.call.axis_sizes, "/inputs")
         assert self.call.grad_output is not None
-        fields = self.spec.to_json()
+        fields = replace(self.spec, parameters=dict(self.call.parameters)).to_json()
         request = {name: fields.pop(name) for name in _REQUEST_FIELDS}
         tensors = {**self.call.inputs, GRAD_OUTPUT: self.call.grad_output}
         return Message(request | {FIELD: fields}, {n: to_raw(x, n) for n, x in tensors.items()})
@@ -100,7 +100,8 @@ class CaseFile(NamedTuple):
 def read_results(message: Message, call: Call) -> dict[str, Tensor]:
     """Returns the results in a file; `judge` checks their names, shapes and dtypes.
 
-    The variant's other outputs, such as weights, are left out: `qkv attend` writes them too.
+    The variant's other outputs, such as weights, are left out: `qkv attend` writes them too. So is
+    a state with a tail, whose sums are not those behind the last token.
 
     Args:
         message: the content of the file. Numbers without a dtype get that of the call.
@@ -109,9 +110,11 @@ def read_results(message: Message, call: Call) -> dict[str, Tensor]:
     Raises:
         InvalidContent: numbers do not fit the dtype.
     """
-    others = call.variant.outputs.keys() - {"output"}
+    others = {*call.variant.outputs, *call.variant.tensors} - {"output", STATE}
+    if any(name.startswith(TAIL) for name in message.tensors):
+        others.add(STATE)
     return {
-        name: _read(message.tensors, name, str(call.dtype)[6:], "outputs")
+        name: _read(message.tensors, name, _dtype_of(name, call.dtype), "outputs")
         for name in message.tensors
         if name not in others
     }
@@ -137,8 +140,8 @@ def _read_spec(fields: Mapping[str, Any]) -> CaseSpec:
 def _read_inputs(spec: CaseSpec, variant: Variant, message: Message) -> dict[str, Tensor]:
     """Returns the inputs of a call with every axis, in the order of the signature."""
     tensors = {n: x for n, x in message.tensors.items() if n != GRAD_OUTPUT}
-    drawn = {n for n, i in variant.inputs.items() if not i.is_optional}
-    drawn |= variant.random_input_names | (_OPTIONAL_INPUTS.keys() & variant.inputs.keys())
+    drawn = {*variant.required_names(variant.parse(spec.parameters))}
+    drawn |= variant.random_input_names | ({*_OPTIONAL_INPUTS} & variant.tensors.keys())
     if unknown := [n for n in (*tensors, *message.layer) if n not in drawn]:
         raise InvalidContent(
             f"{unknown[0]!r:.60} is no input of a case: expected {', '.join(sorted(drawn))}",
@@ -149,15 +152,32 @@ def _read_inputs(spec: CaseSpec, variant: Variant, message: Message) -> dict[str
     inputs = Inputs.from_message(variant, variant.parse(spec.parameters), fields, message)
     raw = inputs.read_tensors(message)
     inputs.check_key_lengths(raw)
-    input_tensors = {name: _to_tensor(x).view(inputs.shapes[name]) for name, x in raw.items()}
+    input_tensors = {
+        name: _to_tensor(x).view(_shape(variant.tensors[name], inputs.shapes[name]))
+        for name, x in raw.items()
+    }
+    if STATE in input_tensors:  # numbers of a list are read as float64
+        kept = state_dtype(getattr(torch, spec.dtype))
+        input_tensors[STATE] = input_tensors[STATE].to(kept)
     for name, x in input_tensors.items():
-        expected = _OPTIONAL_INPUTS.get(name) or spec.dtype
+        expected = _dtype_of(name, getattr(torch, spec.dtype))
         if str(x.dtype)[6:] != expected:
             raise InvalidContent(
                 f"{name} has the wrong dtype: got {str(x.dtype)[6:]}, expected {expected}",
                 pointer=pointer_to("inputs", name),
             )
-    return {n: input_tensors[n] for n in variant.inputs if n in input_tensors}
+    return {n: input_tensors[n] for n in variant.tensors if n in input_tensors}
+
+
+def _shape(spec: Input, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of an input of a call: without an axis that may be omitted, if it is 1."""
+    return shape[:-1] if spec.may_omit_last and shape[-1] == 1 else shape
+
+
+def _dtype_of(name: str, dtype: torch.dtype) -> str:
+    """Returns the dtype of an input or a result of a call."""
+    known = {"mask": torch.bool, "key_lengths": torch.int64, STATE: state_dtype(dtype)}
+    return str(known.get(name, dtype))[6:]
 
 
 def _read(tensors: Mapping[str, RawTensor], name: str, dtype: str, group: str) -> Tensor:
@@ -177,6 +197,8 @@ def _read(tensors: Mapping[str, RawTensor], name: str, dtype: str, group: str) -
 def _check_numbers(call: Call) -> None:
     """Checks that all numbers are finite; NaN may be in keys and values that may be hidden.
 
+    A decay may be -infinity.
+
     Raises:
         InvalidContent: a number is infinite or NaN.
     """
@@ -186,6 +208,8 @@ def _check_numbers(call: Call) -> None:
         if not x.is_floating_point():
             continue
         allowed = x.isnan() if hides and name in ("key", "value") else torch.zeros_like(x).bool()
+        if name == "log_decay":
+            allowed = x == -torch.inf
         if not bool((x.isfinite() | allowed).all()):
             raise InvalidContent(
                 f"{name} is not finite: got {float(x[~x.isfinite()][0])}",

@@ -40,7 +40,9 @@ def check_memory(variant: Variant, sizes: Mapping[str, int], pointer: str) -> No
         InvalidContent: it is too large.
     """
     drawn = [i for i in variant.inputs.values() if not i.is_optional]
-    results = max(_count("BHLS", sizes), _count(variant.outputs["output"].letters, sizes))
+    # the budget of a recurrence has a response of each token to each one before
+    scores = "BHSS" if variant.name == "gated" else "BHLS"
+    results = max(_count(scores, sizes), _count(variant.outputs["output"].letters, sizes))
     largest = max(_count(i.letters, sizes) for i in drawn)
     excess = _first_excess(
         (results, " scores or numbers of the output", _MAX_RESULTS),
@@ -54,7 +56,8 @@ def check_cost(spec: CaseSpec) -> None:
     """Checks that a case can be drawn and judged in little time.
 
     `linear_layer` has O rows of I scores. `mean` has no queries: its S running averages count as
-    S / 32 queries. Keys and mixtures of keys need one matrix product: they count as 1/64.
+    S / 32 queries. Keys and mixtures of keys need one matrix product: they count as 1/64. A
+    recurrence runs token by token: its S tokens count as S / 4 queries, and each has a state.
 
     Raises:
         InvalidContent: the family does not fit.
@@ -62,16 +65,20 @@ def check_cost(spec: CaseSpec) -> None:
     """
     sizes = spec.choose_sizes()
     columns = sizes.get("S", sizes.get("I", 1))
-    products = -(-sizes.get("R", columns) // (64 if "D" in sizes or "I" in sizes else 32))
+    share = 64 if "D" in sizes or "I" in sizes else 32
+    share = 4 if "Z" in sizes else share
+    products = -(-sizes.get("R", columns) // share)
     rows = max(sizes.get("L", sizes.get("O", 1)), products)
     width = max(sizes.get("D", 1), sizes.get("E", 1))
     heads = sizes.get("B", 1) * sizes.get("H", sizes.get("J", 1))
     scores = heads * rows * columns
+    states = heads * columns * sizes["D"] * sizes["E"] if "Z" in sizes else 0
     excess = _first_excess(
         (heads, " for B H", MAX_HEADS),
         (width, " for the largest of D and E", MAX_WIDTH),
         (scores, " for B H L S", MAX_SCORES),
         (scores * width, " for B H L S max(D, E)", MAX_PRODUCTS),
+        (states, " for B H S D E", MAX_PRODUCTS),
         (_number_count(spec, sizes), " for numbers", MAX_NUMBERS),
     )
     if excess is not None:
@@ -89,9 +96,9 @@ def _first_excess(*counts: tuple[int, str, int]) -> tuple[str, int] | None:
 def _number_count(spec: CaseSpec, sizes: Mapping[str, int]) -> int:
     """Returns the count of numbers in the inputs that the family draws, and in the output."""
     variant, keyword = find(spec.variant), FAMILIES[spec.family].keyword
-    drawn = {i.name for i in variant.inputs.values() if not i.is_optional}
-    drawn |= {*variant.random_input_names, keyword} & variant.inputs.keys()
-    shapes = [variant.inputs[n].letters for n in drawn] + [variant.outputs["output"].letters]
+    drawn = {*variant.required_names(variant.parse(spec.parameters))}
+    drawn |= {*variant.random_input_names, keyword} & variant.tensors.keys()
+    shapes = [variant.tensors[n].letters for n in drawn] + [variant.outputs["output"].letters]
     return sum(_count(letters, sizes) for letters in shapes)
 
 

@@ -10,14 +10,17 @@ from typing import Any, Final
 import torch
 
 from qkv.attention.catalogue import find
-from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.testing.call import Call
-from qkv.testing.families import FAMILIES, NotDrawn, choose_sizes, draw
+from qkv.testing.families import FAMILIES, choose_sizes, draw
+from qkv.testing.family import NotDrawn
 
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 """The dtypes of a call, in the order in which they run."""
+
+AXES: Final = "BHGLSDEIOZ"
+"""The axes that may have a size of the caller's."""
 
 _MAX_SEED: Final = 2**63 - 1
 _MAX_SIZE: Final = 2**63 - 1  # torch's
@@ -121,7 +124,7 @@ class CaseSpec:
         """
         try:
             return choose_sizes(
-                find(self.variant), FAMILIES[self.family], self.sizes, self.parameters
+                find(self.variant), FAMILIES[self.family], self.sizes, self.parameters, self.seed
             )
         except NotDrawn as reason:
             raise self._not_drawn(reason) from None
@@ -137,8 +140,9 @@ def _check_sizes(variant: Variant, sizes: Mapping[str, int]) -> None:
     Raises:
         InvalidContent: the variant has no such axis, or a size is not a positive integer.
     """
-    letters = {x for i in variant.inputs.values() for x in i.letters if not fixed_size(x)}
-    known = [x for x in "BHGLSDEIO" if x in letters]
+    letters = {x for spec in variant.inputs.values() for x in spec.letters}
+    letters |= {*variant.outputs["output"].letters}
+    known = [x for x in AXES if x in letters]
     for letter, size in sizes.items():
         if letter not in known:
             raise InvalidContent(

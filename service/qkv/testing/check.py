@@ -18,7 +18,8 @@ class Check:
     Attributes:
         family: the family of inputs.
         dtype: of the inputs, such as "float32".
-        result: "output", "grad query", "grad key", "grad value" or another gradient.
+        result: "output", "grad query", "grad key", "grad value" or another gradient, or
+            "state.sums" of a recurrence.
         passed: True if every number is within its budget; None: it did not run.
         error: absolute error at the worst index; infinite for a wrong NaN or infinity.
         budget: the error allowed there.
@@ -86,12 +87,19 @@ def error_units(values: Tensor, exact: Tensor, budget: Tensor) -> Tensor:
 
 
 def compare(
-    family: str, result: str, values: Tensor, exact: Tensor, budget: Tensor, kernel: Tensor | None
+    family: str,
+    dtype: str,
+    result: str,
+    values: Tensor,
+    exact: Tensor,
+    budget: Tensor,
+    kernel: Tensor | None,
 ) -> Check:
     """Returns the check of a result.
 
     Args:
         family: the family of inputs.
+        dtype: of the inputs.
         result: the name of the result.
         values: the function's result.
         exact: the float64 result.
@@ -112,7 +120,7 @@ def compare(
         torch_units = float(error_units(kernel, exact, budget).max())
     return Check(
         family,
-        str(values.dtype)[6:],
+        dtype,
         result,
         passed,
         error if math.isfinite(error) else math.inf * (largest > 0) if largest else 0.0,

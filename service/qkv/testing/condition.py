@@ -46,13 +46,13 @@ def reference_gradients(call: Call) -> dict[str, Tensor]:
     """
     if call.grad_output is None or call.variant.backward is None:
         return {}
-    inputs, specs = call.exact_inputs, call.variant.inputs
+    inputs = call.exact_inputs
     leaves = {
         n: inputs[n].clone().requires_grad_()
         for n in call.positional
         if inputs[n].is_floating_point()
     }
-    moved = {specs[n].argument: x for n, x in leaves.items()}
+    moved = call.to_arguments(leaves)
     with torch.enable_grad():
         output = call.variant.reference(**{**call.arguments, **moved}).output
         gradients = torch.autograd.grad(
@@ -124,7 +124,7 @@ def gradient_budgets(call: Call) -> dict[str, Tensor]:
 def _number_count(call: Call) -> int:
     """Returns the numbers of the inputs on which a row of one head depends, at least."""
     sizes = call.axis_sizes
-    specs = (call.variant.inputs[n] for n in call.inputs if call.inputs[n].is_floating_point())
+    specs = (call.variant.tensors[n] for n in call.inputs if call.inputs[n].is_floating_point())
     return sum(
         math.prod(sizes.get(x, 1) for x in spec.letters if x not in "BHGJVL") for spec in specs
     )

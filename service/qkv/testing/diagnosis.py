@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 
 from qkv.errors import QkvError
+from qkv.testing.call import Change
 from qkv.testing.check import error_units
-from qkv.testing.known_bugs import ALONE, KNOWN_BUGS, LOW_PRECISION, Change
+from qkv.testing.known_bugs import ALONE, KNOWN_BUGS, LOW_PRECISION
 from qkv.testing.low_precision import sums_are_narrow
 from qkv.testing.observation import Observation
 from qkv.testing.truth import has_derivation
@@ -94,15 +95,17 @@ def _pairs(singles: Sequence[_Hypothesis]) -> Iterator[_Hypothesis]:
 
 
 def _is_output_wrong(observation: Observation) -> bool:
+    """True if the output is wrong, or the state of a recurrence."""
     truth = observation.truth
-    units = error_units(
-        observation.results["output"], truth.results["output"], truth.budgets["output"]
+    return any(
+        float(error_units(x, truth.results[n], truth.budgets[n]).max()) > 1
+        for n, x in observation.results.items()
+        if not n.startswith("grad ")
     )
-    return float(units.max()) > 1
 
 
 def _distance(observation: Observation, hypothesis: _Hypothesis) -> float:
-    """Returns the largest distance of the output from that of the wrong variant, in its budgets.
+    """Returns the largest distance of the results from those of the wrong variant, in budgets.
 
     It is infinite if the bug makes no valid call.
     """
@@ -110,14 +113,14 @@ def _distance(observation: Observation, hypothesis: _Hypothesis) -> float:
         result = WrongResult(apply_changes(observation.call, hypothesis.changes))
     except (QkvError, RuntimeError, ValueError):
         return torch.inf
-    return result.distance(observation.results["output"])
+    return result.distance(observation.results)
 
 
 def _find_wrong_gradients(failed: Sequence[Observation]) -> list[str]:
     """Returns bugs of a backward pass: their gradients are those of the function."""
     widest = min(_WIDTH.index(o.call.dtype) for o in failed)
     chosen = [o for o in failed if _WIDTH.index(o.call.dtype) == widest]
-    if any(len(o.results) == 1 for o in chosen):
+    if not all(any(n.startswith("grad ") for n in o.results) for o in chosen):
         return []
     kept = []
     for hypothesis in _singles():

@@ -7,51 +7,22 @@ which are then rounded to the dtype: the inputs of a call are exact.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch import Generator, Tensor
 
 from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
-from qkv.testing.call import Call
+from qkv.testing.call import STATE, Call
+from qkv.testing.family import Family, NotDrawn, Tensors
+from qkv.testing.recurrent_families import RECURRENT, draw_gates, draw_scale, draw_state
 from qkv.testing.visibility import first_position, visible_keys
 
 _BASE: Final = {"B": 2, "H": 4, "L": 32, "S": 32, "D": 16, "E": 16, "I": 16, "O": 8}
 
 _MANY_PAIRS: Final = 1 << 17  # of a query and a key: from here on fewer items and heads are drawn
-
-Tensors = dict[str, Tensor]
-Change = Callable[[Tensors, Generator, torch.dtype], None]
-
-
-class NotDrawn(Exception):
-    """A family does not apply: the variant lacks an input, or the sizes do not fit."""
-
-
-class Family(NamedTuple):
-    """A family of inputs.
-
-    Attributes:
-        text: a description in words.
-        change: changes normally distributed tensors in place of the family; None: keeps them.
-        sizes: sizes that differ from the usual ones.
-        group: query heads for each key head.
-        needs: inputs or axis letters that the variant must have.
-        keyword: the optional input that the family sends.
-        variant: the only one that the family is for; "": any.
-        is_strict: True if many right kernels fail; the family then runs only on request.
-    """
-
-    text: str
-    change: Change | None = None
-    sizes: Mapping[str, int] = {}
-    group: int = 1
-    needs: tuple[str, ...] = ()
-    keyword: str = ""
-    variant: str = ""
-    is_strict: bool = False
 
 
 def draw(
@@ -78,33 +49,46 @@ def draw(
         InvalidContent: a parameter is invalid.
     """
     chosen = FAMILIES[family]
-    known = choose_sizes(variant, chosen, sizes or {}, parameters or {})
+    given = dict(parameters or {})
+    known = choose_sizes(variant, chosen, sizes or {}, given, seed)
     generator = Generator().manual_seed(zlib.crc32(f"{seed} {variant.name} {family}".encode()))
     tensors = _draw_floats(variant, known, generator)
-    if missing := [n for n in chosen.needs if n not in tensors and n not in known]:
-        raise NotDrawn(f"{variant.name} has no {missing[0]}")
     if chosen.variant and chosen.variant != variant.name:
         raise NotDrawn(f"it is for {chosen.variant}")
-    if chosen.keyword and chosen.keyword not in variant.inputs:
+    has = {*tensors, *known, *variant.required_names(variant.parse(given))}
+    if missing := [n for n in chosen.needs if n not in has]:
+        raise NotDrawn(f"{variant.name} has no {missing[0]}")
+    if chosen.keyword not in ("", "scale", *variant.tensors):
         raise NotDrawn(f"{variant.name} has no input {chosen.keyword}")
     if chosen.change is not None:
         chosen.change(tensors, generator, dtype)
+    draw_gates(variant, chosen, tensors, known, given, generator)
     limits = torch.finfo(dtype)
-    inputs = {n: x.clamp(limits.min, limits.max).to(dtype) for n, x in tensors.items()}
-    call = Call(variant, inputs, dict(parameters or {}), dtype)
-    call = _restrict(call, family, generator)
+    inputs = {
+        n: x.to(dtype) if n == "log_decay" else x.clamp(limits.min, limits.max).to(dtype)
+        for n, x in tensors.items()
+    }
+    if chosen.keyword == STATE:
+        inputs[STATE] = draw_state(variant, known, dtype, generator)
+    if chosen.keyword == "scale":
+        given.setdefault("scale", draw_scale(known, generator))
+    call = _restrict(Call(variant, inputs, given, dtype), family, generator)
     if not chosen.is_strict and _has_blind_rows(call):
         raise NotDrawn("rows that see no key run only with strict=True")
     shape = [fixed_size(x) or known[x] for x in variant.outputs["output"].letters]
     gradient = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    ordered = {n: call.inputs[n] for n in variant.inputs if n in call.inputs}
+    ordered = {n: call.inputs[n] for n in variant.tensors if n in call.inputs}
     if family == "strided":
         ordered = {n: _strided(x) for n, x in ordered.items()}
     return Call(variant, ordered, call.parameters, dtype, gradient)
 
 
 def choose_sizes(
-    variant: Variant, family: Family, given: Mapping[str, int], parameters: Mapping[str, Any]
+    variant: Variant,
+    family: Family,
+    given: Mapping[str, int],
+    parameters: Mapping[str, Any],
+    seed: int = 0,
 ) -> dict[str, int]:
     """Returns the size of each axis letter of the variant's inputs; draws nothing.
 
@@ -113,12 +97,18 @@ def choose_sizes(
         family: a value of `FAMILIES`.
         given: sizes by axis letter.
         parameters: of the variant; `rank` is R.
+        seed: of the numbers: some families draw their length.
 
     Raises:
         NotDrawn: the sizes do not fit the family.
         InvalidContent: a parameter is invalid.
     """
     usual = {**_BASE, **family.sizes}
+    parsed = variant.parse(parameters)
+    if variant.name == "gated":  # whose budget takes the response of each token to all before
+        usual["S"] = min(usual["S"], 256)
+    if family.tokens is not None:
+        usual["S"] = family.tokens(getattr(parsed, "chunk", 64), seed)
     known = {**usual, **given}
     if ("L" in given) != ("S" in given):  # the family's difference stays
         one, other = ("L", "S") if "L" in given else ("S", "L")
@@ -141,8 +131,13 @@ def choose_sizes(
         known["E"] = known["D"]
     if {"L", "S"} <= set(family.needs) and known["L"] == known["S"]:
         raise NotDrawn("the sizes make L and S equal")
-    known |= {"J": known["H"], "V": known.get("G", known["H"])}
-    rank = getattr(variant.parse(parameters), "rank", None)
+    # of a recurrence, the heads of values are at least those of queries and keys
+    known |= {"J": known.get("G", known["H"]), "V": known["H"], "T": known["H"]}
+    if known.setdefault("Z", 1) > 1:
+        known["D"] = given.get("D", known["Z"])
+        if known["D"] != known["Z"]:
+            raise NotDrawn("Z is neither 1 nor D")
+    rank = getattr(parsed, "rank", None)
     known |= {"R": rank or max(1, known["S"] // 4), "N": known["S"]}
     letters |= {*variant.outputs["output"].letters}
     return {x: known[x] for x in letters if x in known}
@@ -315,11 +310,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "one query": Family("one query", sizes={"L": 1, "S": 19}, needs=("L", "S")),
     "more keys": Family("L < S", sizes={"L": 12, "S": 29}, needs=("L", "S")),
     "more queries": Family("L > S", sizes={"L": 29, "S": 12}, needs=("L", "S")),
-    "grouped heads": Family("two query heads read one key head", group=2, needs=("G",)),
+    "grouped heads": Family(
+        "two query heads, or of gated two value heads, read one key head", group=2, needs=("G",)
+    ),
     "mask": Family("a boolean mask", keyword="mask"),
     "padding": Family("key_lengths", sizes={"L": 16}, keyword="key_lengths"),
     "sinks": Family("a sink for each query head", keyword="sinks"),
     "strided": Family("not contiguous"),
+    **RECURRENT,
     "value width": Family("E is not D", sizes={"E": 9}, needs=("E", "D"), is_strict=True),
     "blind mask": Family("rows whose mask hides all keys", keyword="mask", is_strict=True),
     "blind padding": Family("an item without keys", keyword="key_lengths", is_strict=True),
@@ -327,3 +325,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "nan in padding": Family("NaN in padding", keyword="key_lengths", is_strict=True),
 }  # fmt: skip
 """The families by name, in the order in which they run."""
+
+
+def families_of(variant: str) -> list[str]:
+    """Returns the names of the families that are for a variant, or for any, in their order."""
+    return [name for name, family in FAMILIES.items() if family.variant in ("", variant)]

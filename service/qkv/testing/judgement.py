@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkv.attention.signature import fixed_size
 from qkv.errors import InvalidContent, pointer_to
-from qkv.testing.call import Call
+from qkv.testing.call import STATE, Call, state_dtype
 from qkv.testing.diagnosis import diagnose
 from qkv.testing.function_runner import Outcome
 from qkv.testing.report import Report
@@ -32,8 +32,8 @@ def judge(
 
     Args:
         call: the inputs and parameters that the results were computed from.
-        results: `output`, and optionally the gradient of every required input, such as
-            `grad_query`; on the CPU.
+        results: `output`, and optionally `state.sums` of a recurrence and the gradient of every
+            required input, such as `grad_query`; on the CPU.
         family: of the inputs, for the report.
         seed: of the inputs, for the report.
         function: the name of the function or file that is judged, for the report.
@@ -71,10 +71,11 @@ def check_results(call: Call, results: Mapping[str, Tensor], needs_gradients: bo
     """
     check_shapes(call, {n: tuple(x.shape) for n, x in results.items()}, needs_gradients)
     for name, x in results.items():
-        if x.dtype != call.dtype:
+        expected = state_dtype(call.dtype) if name == STATE else call.dtype
+        if x.dtype not in (expected, *((torch.float64,) if name == STATE else ())):
             raise InvalidContent(
                 f"outputs.{name} has the wrong dtype: got {_short(x.dtype)}, expected "
-                f"{_short(call.dtype)}",
+                f"{_short(expected)}",
                 pointer=pointer_to("outputs", name),
             )
 
@@ -95,7 +96,7 @@ def check_shapes(
     expected = expected_shapes(call)
     has_gradients = needs_gradients or any(n.startswith(GRADIENT) for n in shapes)
     for name in expected if has_gradients else ["output"]:
-        if name not in shapes:
+        if name not in shapes and name != STATE:
             raise InvalidContent(
                 f"outputs.{name} is missing: got {', '.join(shapes) or 'nothing'}",
                 pointer=pointer_to("outputs", name),
@@ -115,10 +116,12 @@ def check_shapes(
 
 
 def expected_shapes(call: Call) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each result; gradients only if there are any."""
+    """Returns the shape of each result; gradients only if there are any. A state is optional."""
     sizes, letters = call.axis_sizes, call.variant.outputs["output"].letters
     shapes = {"output": tuple(fixed_size(x) or sizes[x] for x in letters)}
-    if call.grad_output is not None and call.variant.backward is not None:
+    if call.is_recurrence:
+        shapes[STATE] = call.state_shape
+    if call.grad_output is not None and call.has_gradients:
         shapes |= {GRADIENT + n: tuple(call.inputs[n].shape) for n in call.positional}
     return shapes
 

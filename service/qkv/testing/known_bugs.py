@@ -1,8 +1,8 @@
 """Known bugs of attention kernels, as changes of a call.
 
 A bug is a wrong variant: it computes the right formula on other inputs or parameters, or with a
-flag that changes the formula (`plain_softmax`). `KNOWN_BUGS` has the changes by name. Where
-several mistakes have one name, each of them is a change.
+flag that changes the formula (`plain_softmax`, `recurrence`). `KNOWN_BUGS` has the changes by name.
+Where several mistakes have one name, each of them is a change.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from qkv.testing import elu_features
-from qkv.testing.call import Call
+from qkv.testing.call import Call, Change
 from qkv.testing.plain_softmax import EPSILONS, FORGOTTEN, SENTINEL, evaluate
+from qkv.testing.recurrent_bugs import RECURRENT_BUGS
 from qkv.testing.truth import has_derivation
-
-Change = Callable[[Call], Call]
-"""Returns the call with the bug; the same call if the bug has no effect on it."""
 
 LOW_PRECISION: Final = "low-precision-accumulation"
 """The name of sums in float16 or bfloat16; `low_precision` recognizes them by their errors."""
@@ -55,6 +53,8 @@ def _flag(name: str, parameter: str = "") -> Change:
 
     def change(call: Call) -> Call:
         if "query" not in call.inputs or (parameter and call.parsed.get(parameter) is None):
+            return call
+        if call.is_recurrence and name not in OUTPUT_FLAGS:
             return call
         return replace(call, flags=call.flags | {name})
 
@@ -255,6 +255,7 @@ KNOWN_BUGS: Final[Mapping[str, tuple[Change, ...]]] = {
         _features(torch.relu), _features(torch.exp), _features(torch.nn.functional.softplus),
         _features(torch.sigmoid), _features(lambda x: x.relu().square()),
     ),
+    **RECURRENT_BUGS,
     "value-transposed": (
         _on_input("value", _read_transposed), _on_input("value", _write_transposed)
     ),

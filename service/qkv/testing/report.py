@@ -30,6 +30,7 @@ class Report:
         checks: one for each family, dtype and result.
         diagnosis: names of known bugs that reproduce the function's results, best first; pairs
             are joined by "+".
+        layout: of the function's axes, if the oracle found another one than heads before tokens.
     """
 
     function: str
@@ -38,6 +39,7 @@ class Report:
     seed: int
     checks: Sequence[Check]
     diagnosis: Sequence[str]
+    layout: str = ""
 
     @property
     def passed(self) -> bool:
@@ -60,6 +62,7 @@ class Report:
         failures, ran = self.failures, sum(check.passed is not None for check in self.checks)
         lines = [self._headline(len(failures), ran)]
         lines += [f"  looks like: {', '.join(self.diagnosis)}"] if self.diagnosis else []
+        lines += [f"  layout: {', '.join(self.layout)}, found by running it"] if self.layout else []
         lines += _describe_failures(failures)
         lines += [f"  not run: {', '.join(names)}: {why}" for why, names in self._reasons().items()]
         if self.passed and (worst := self._nearest()):
@@ -76,6 +79,7 @@ class Report:
             "version": __version__,
             "passed": self.passed,
             "diagnosis": list(self.diagnosis),
+            "layout": self.layout,
             "checks": [check.to_json() for check in self.checks],
         }
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv.testing import budget, condition, gradient_budget, plain_softmax
+from qkv.testing import (
+    budget,
+    condition,
+    gradient_budget,
+    plain_softmax,
+    recurrence,
+    recurrence_budget,
+)
 from qkv.testing.call import Call
 from qkv.testing.condition import reference_gradients, reference_result
 
@@ -20,7 +27,8 @@ class Truth:
     """The exact results of a call by name, and their budgets, in float64.
 
     Attributes:
-        results: `output`, and the gradients as `grad query` and so on.
+        results: `output`, of a recurrence `state.sums`, and the gradients as `grad query` and so
+            on.
         budgets: the largest error allowed for each number of the results.
     """
 
@@ -35,7 +43,7 @@ def has_derivation(call: Call) -> bool:
 
 
 def find_truth(call: Call, gradients: bool = False) -> Truth:
-    """Returns the exact results of a call, from the variant's float64 reference.
+    """Returns the exact results of a call, from the variant's float64 reference or `recurrence`.
 
     Its gradients are those of autograd.
 
@@ -43,8 +51,15 @@ def find_truth(call: Call, gradients: bool = False) -> Truth:
         call: the call.
         gradients: True to add those of the required inputs.
     """
-    result = reference_result(call)
     exact = reference_gradients(call) if gradients else {}
+    if call.is_recurrence:
+        return _with_gradients(
+            recurrence.evaluate(call),
+            recurrence_budget.budgets(call),
+            exact,
+            condition.gradient_budgets(call) if exact else {},
+        )
+    result = reference_result(call)
     if has_derivation(call):
         steps = plain_softmax.evaluate(call)
         output = budget.output_budget(steps, call.dtype)
@@ -58,8 +73,17 @@ def find_truth(call: Call, gradients: bool = False) -> Truth:
     else:
         output = condition.output_budget(call, result)
         allowed = condition.gradient_budgets(call) if exact else {}
-    results, budgets = {"output": result.output.double()}, {"output": output}
-    for name, gradient in exact.items():
+    return _with_gradients({"output": result.output.double()}, {"output": output}, exact, allowed)
+
+
+def _with_gradients(
+    results: dict[str, Tensor],
+    budgets: dict[str, Tensor],
+    gradients: dict[str, Tensor],
+    allowed: dict[str, Tensor],
+) -> Truth:
+    """Adds gradients and their budgets."""
+    for name, gradient in gradients.items():
         results[f"grad {name}"] = gradient
         budgets[f"grad {name}"] = allowed[name]
     return Truth(results, {n: _with_rounding(x, results[n]) for n, x in budgets.items()})

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,9 +16,12 @@ from qkv.errors import InvalidContent
 from qkv.testing.call import Call
 from qkv.testing.case_spec import DTYPES, CaseSpec
 from qkv.testing.check import Check, compare
+from qkv.testing.convention import Layout, check_layout
 from qkv.testing.diagnosis import diagnose
-from qkv.testing.families import FAMILIES, NotDrawn
+from qkv.testing.families import FAMILIES, families_of
+from qkv.testing.family import NotDrawn
 from qkv.testing.function_runner import Framework, Outcome, run_function
+from qkv.testing.layout import guess_layout
 from qkv.testing.observation import Observation
 from qkv.testing.report import Report
 from qkv.testing.torch_kernel import run_torch_kernel
@@ -59,6 +63,7 @@ def verify(
     gradients: Gradients = "auto",
     framework: Framework = "torch",
     device: str | torch.device = "cpu",
+    layout: Layout | None = None,
     seed: int = 0,
     **parameters: Any,
 ) -> Report:
@@ -68,7 +73,9 @@ def verify(
     (B,G,S,D), (B,G,S,E) and returns (B,H,L,E), in the dtype and on the device of the inputs. Its
     keywords are the parameters given here, and what a family sends: `mask` (bool, broadcastable to
     (B,H,L,S)), `key_lengths` (int64 (B,)) or `sinks` ((H,)). Other variants pass their required
-    inputs in order.
+    inputs in order. For `gated` they include the decays and betas of the rule; a function may have
+    the signature of flash-linear-attention or transformers (`convention`), and also returns the
+    state behind the tokens.
 
     Args:
         function: the function to check. It does not run on families with keywords that it lacks.
@@ -79,12 +86,15 @@ def verify(
         skip: names of families that do not run.
         strict: True to add rows that see nothing (zeros are expected), NaN in what is masked, and
             values of another width than the keys.
-        sizes: by axis letter (B, H, G, L, S, D, E); the families choose the others.
+        sizes: by axis letter (B, H, G, L, S, D, E; Z: 1 for decays per head, or D); the families
+            choose the others.
         gradients: True to check the gradients of torch's autograd; "auto": if the first output
-            has one.
+            has one. Those of decays and betas are not judged.
         framework: the kind of arrays that the function takes: "torch", "numpy" or "jax". It may
             return any array that has `__array__` or `__dlpack__`.
         device: of torch's tensors.
+        layout: "BHTD" for heads before tokens, "BTHD" for tokens before heads; None: "BHTD", and
+            for `gated` what the function itself shows; the report then says so.
         seed: of the inputs; the same seed draws the same inputs.
         **parameters: of the variant, for instance `causal=True`.
 
@@ -96,18 +106,28 @@ def verify(
     """
     if gradients is True and framework != "torch":
         raise InvalidContent(f"gradients need torch's autograd: got framework {framework!r}")
+    check_layout(layout)
     with_gradients: Gradients = gradients if framework == "torch" else False
+    found: Layout | None = layout if layout or variant == "gated" else "BHTD"
 
     def run(spec: CaseSpec, call: Call) -> Outcome:
-        nonlocal with_gradients
-        outcome = run_function(function, call, device=device, framework=framework)
-        if outcome.results and with_gradients:
+        nonlocal with_gradients, found
+        if gradients is True and not call.has_gradients:
+            raise InvalidContent(
+                f"gradients are not judged: got {variant} with the rule {call.parsed.get('rule')}, "
+                "expected the rule linear or another variant"
+            )
+        runner = partial(run_function, function, device=device, framework=framework)
+        found = found or guess_layout(runner, spec)
+        order = found or "BHTD"
+        outcome = runner(call, layout=order)
+        if outcome.results and with_gradients and call.has_gradients:
             outcome, with_gradients = _add_gradients(
-                function, call, outcome, device, with_gradients
+                partial(runner, call, gradients=True, layout=order), outcome, with_gradients
             )
         return outcome
 
-    return verify_runner(
+    report = verify_runner(
         run,
         variant,
         parameters,
@@ -119,6 +139,7 @@ def verify(
         sizes=sizes,
         seed=seed,
     )
+    return report if layout or found == "BHTD" or not found else replace(report, layout=found)
 
 
 def verify_runner(
@@ -148,7 +169,7 @@ def verify_runner(
     """
     skip = list(skip)
     spec = CaseSpec(variant, parameters=dict(parameters), sizes=dict(sizes or {}), seed=seed)
-    names = _select_families(families, skip, strict)
+    names = _select_families(variant, families, skip, strict)
     pairs = itertools.product(_select_dtypes(dtype), names)
     ran, diagnosis = _run_cases(run, [replace(spec, family=f, dtype=d) for d, f in pairs])
     checks = [Check(n, "", "output", None, not_run="skipped on request") for n in skip] + ran
@@ -183,9 +204,9 @@ def _run_cases(run: Runner, specs: Sequence[CaseSpec]) -> tuple[list[Check], lis
 
 
 def _select_families(
-    families: Iterable[str] | None, skip: Iterable[str], strict: bool
+    variant: str, families: Iterable[str] | None, skip: Iterable[str], strict: bool
 ) -> list[str]:
-    """Returns the names of the families that run, in order.
+    """Returns the names of the families that run, in order; without a choice, of the variant.
 
     Raises:
         InvalidContent: a family does not exist.
@@ -195,7 +216,7 @@ def _select_families(
     for name in [*(asked or []), *skip]:
         if name not in FAMILIES:
             raise InvalidContent(f"no family {name!r}; there are {', '.join(FAMILIES)}")
-    names = asked or [n for n, f in FAMILIES.items() if strict or not f.is_strict]
+    names = asked or [n for n in families_of(variant) if strict or not FAMILIES[n].is_strict]
     return [n for n in names if n not in skip]
 
 
@@ -216,11 +237,11 @@ def check_outcome(
         return [Check(family, label, "output", None, not_run=outcome.not_run)], None
     if outcome.problem:
         return [Check(family, label, "output", False, problem=outcome.problem)], None
-    with_gradients = len(outcome.results) > 1
+    with_gradients = any(name.startswith("grad ") for name in outcome.results)
     truth = find_truth(call, with_gradients)
     kernel = run_torch_kernel(call, with_gradients)
     checks = [
-        compare(family, n, x, truth.results[n], truth.budgets[n], kernel.get(n))
+        compare(family, label, n, x, truth.results[n], truth.budgets[n], kernel.get(n))
         for n, x in outcome.results.items()
     ]
     failed = any(not check.passed for check in checks)
@@ -228,14 +249,10 @@ def check_outcome(
 
 
 def _add_gradients(
-    function: Callable[..., Any],
-    call: Call,
-    outcome: Outcome,
-    device: str | torch.device,
-    gradients: Gradients,
+    run: Callable[[], Outcome], outcome: Outcome, gradients: Gradients
 ) -> tuple[Outcome, Gradients]:
     """Returns the outcome with gradients, and False in place of "auto" if there are none."""
-    both = run_function(function, call, device=device, gradients=True)
+    both = run()
     if both.results:
         return both, True
     if gradients == "auto":

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, create_model
 from pydantic.json_schema import SkipJsonSchema
 
 from qkv.api.bodies import BodyFormat, Deadline, Received, body_route
-from qkv.api.case_messages import AXES, CaseFields, DrawFields, draw_case, judge_case
+from qkv.api.case_messages import CaseFields, DrawFields, draw_case, judge_case
 from qkv.api.job_runner import JobRunner
 from qkv.api.models import (
     closed,
@@ -30,7 +30,9 @@ from qkv.api.work_threads import WorkThreads
 from qkv.attention import catalogue
 from qkv.settings import Settings
 from qkv.tensors import FLOATING
+from qkv.testing.call import STATE
 from qkv.testing.case_limits import MAX_NUMBERS
+from qkv.testing.case_spec import AXES
 from qkv.testing.families import FAMILIES
 from qkv.testing.judgement import GRADIENT
 from qkv.wire import json, require_acceptable, verify_responses
@@ -165,7 +167,7 @@ def _drawn_case(case_type: Any) -> Any:
     """Returns the model of a drawn case."""
     specs = [i for v in catalogue.variants().values() for i in v.inputs.values()]
     dtypes = {i.name: FLOATING if "float32" in i.dtypes else i.dtypes for i in specs}
-    dtypes |= {"mask": ("bool",), "grad_output": FLOATING}
+    dtypes |= {"mask": ("bool",), "grad_output": FLOATING, STATE: ("float32", "float64")}
     inputs = {n: optional(tensor_type(d), f"The input `{n}`") for n, d in dtypes.items()}
     fields = {"case": case_type, "inputs": closed("DrawnInputs", inputs), "encoding": Encoding}
     return closed("DrawnCase", {name: (kind, ...) for name, kind in fields.items()})
@@ -192,4 +194,4 @@ def _result_names() -> list[str]:
         for i in v.inputs.values()
         if not i.is_optional
     }
-    return ["output", *sorted(gradients)]
+    return ["output", STATE, *sorted(gradients)]

@@ -155,9 +155,14 @@ _USED_BY: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 
+def needed_inputs(parameters: Any) -> Collection[str]:
+    """Returns the optional inputs that a rule needs."""
+    return [name for name, rules in _USED_BY.items() if parameters.rule in rules]
+
+
 def state_fields(parameters: Any) -> Collection[str]:
     """Returns the fields of a state in the exact form that a rule has."""
-    gates = (f"tail_{name}" for name, rules in _USED_BY.items() if parameters.rule in rules)
+    gates = (f"tail_{name}" for name in needed_inputs(parameters))
     return ("sums", "tail_length", "tail_key", "tail_value", *gates)
 
 
