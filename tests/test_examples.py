@@ -17,7 +17,7 @@ from support import minilm
 from support.paths import ROOT
 
 FOLDER = ROOT / "examples"
-NAMES = ("which-heads", "oracle", "seeds", "checkpoint", "decoding", "lessons")
+NAMES = ("which-heads", "oracle", "delta-rule", "seeds", "checkpoint", "decoding", "lessons")
 MARKS = {
     "seeds": pytest.mark.representative,
     "oracle": pytest.mark.rare(
@@ -25,6 +25,12 @@ MARKS = {
         "examples/execute.py",
         "service/qkv/testing",
         "service/qkv/attention/variants/softmax.py",
+    ),
+    "delta-rule": pytest.mark.rare(
+        "examples/delta-rule.ipynb",
+        "examples/execute.py",
+        "service/qkv/testing",
+        "service/qkv/attention/variants/gated.py",
     ),
     "which-heads": pytest.mark.rare(
         "examples/which-heads.ipynb",
