@@ -179,16 +179,19 @@ def test_picture_matches_the_document(server: Server, document: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("seed", range(24))
-@pytest.mark.parametrize("encoding", [pytest.param("lists", marks=pytest.mark.slow), "base64"])
 def test_every_run_matches_the_document(
-    server: Server, document: dict[str, Any], seed: int, encoding: str
+    server: Server, document: dict[str, Any], seed: int
 ) -> None:
-    body = random_case(seed, seed).document | {"encoding": encoding}
+    """A schema is compared with 5,000 numbers in seconds: lists are requested where it is fast."""
+    case = random_case(seed, seed)
     content = document["paths"][SOFTMAX]["post"]["requestBody"]["content"][json.MEDIA_TYPE]
-    assert fits(body, content["schema"], document)
-    response = server.http.post(SOFTMAX, json=body)
-    assert response.status_code == 200, response.text
-    assert_matches_document(document, response)
+    is_short = sum(array.size for array in case.inputs.values()) < 1000
+    for encoding in ("base64", "lists") if is_short else ("base64",):
+        body = case.document | {"encoding": encoding}
+        assert fits(body, content["schema"], document)
+        response = server.http.post(SOFTMAX, json=body)
+        assert response.status_code == 200, response.text
+        assert_matches_document(document, response)
 
 
 @pytest.mark.parametrize("source", ["v1", "v2"])
