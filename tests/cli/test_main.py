@@ -214,18 +214,3 @@ def test_serve_without_the_server_extra_names_the_command_to_install_it() -> Non
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert "pip install '.[server]'" in line
-
-
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04broken", b"\x93NUMPY\x01\x00v\x00{}"])
-def test_damaged_file_is_one_line(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "in.npz").write_bytes(content)
-    done = subprocess.run(
-        [sys.executable, "-m", "qkv", "attend", "softmax", "in.npz", "-o", "out.json", "--local"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("Error: ")
-    assert len(done.stderr.splitlines()) == 1

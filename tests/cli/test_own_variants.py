@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 
 from qkv.attention import variant_file
 from support.commands import normal, one_error, read_tensors, write_tensors
-from support.processes import TIMEOUT_S
+from support.processes import run_command
 
 pytestmark = pytest.mark.process
 
@@ -27,11 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """Runs a command in another process: the catalogue of this one stays as it is."""
-    return subprocess.run(
-        [sys.executable, "-m", "qkv", *map(str, words)],
-        env=os.environ | {"QKV_VARIANTS": str(folder)},
-        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    return run_command(*words, QKV_VARIANTS=str(folder))
 
 
 @pytest.mark.representative

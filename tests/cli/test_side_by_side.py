@@ -19,7 +19,7 @@ import pytest
 from qkv import Client
 from qkv.errors import stopping
 from support.commands import error_of, invoke, one_error, stdout_of, target_options, write_tensors
-from support.processes import TIMEOUT_S, wait_until, wait_until_asleep
+from support.processes import TIMEOUT_S, start_command, wait_until, wait_until_asleep
 from support.scripted_server import encode_event, event_reply, problem_reply, scripted_server
 from support.sweep_events import CELL_EVENTS, WHOLE_STREAM, progress
 from support.terminals import open_terminal
@@ -256,11 +256,14 @@ def test_rejected_sweep_writes_no_file(tmp_path: Path) -> None:
 def test_ctrl_c_keeps_the_measured_cells_and_ends_the_sweep(tmp_path: Path) -> None:
     lines = tmp_path / "out.csv"
     screen, stderr = open_terminal()
-    with scripted_server(
-        event_reply(*CELL_EVENTS[:2], progress(2, "softmax", 512), end="held")
-    ) as received:
-        words = [sys.executable, "-m", "qkv", *SWEEP, "--csv", str(lines), "--url", received.url]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    with (
+        scripted_server(
+            event_reply(*CELL_EVENTS[:2], progress(2, "softmax", 512), end="held")
+        ) as received,
+        (tmp_path / "printed").open("w") as stdout,
+    ):
+        words = (*SWEEP, "--csv", str(lines), "--url", received.url)
+        process = start_command(words, {}, stdout.fileno(), stderr)
         os.close(stderr)
         seen = b""
         while "softmax at 512:" not in seen.decode(errors="ignore"):
@@ -268,14 +271,13 @@ def test_ctrl_c_keeps_the_measured_cells_and_ends_the_sweep(tmp_path: Path) -> N
         wait_until(lambda: len(received.paths) == 1)
         wait_until_asleep(process.pid)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.wait(TIMEOUT_S) == 130
         assert received.disconnected.wait(TIMEOUT_S)
     with contextlib.suppress(OSError):  # the end of a terminal is an OSError
         while more := os.read(screen, 1024):
             seen += more
     os.close(screen)
-    assert process.returncode == 130
-    assert columns(out) == ["length", "softmax", "linear"]
+    assert columns((tmp_path / "printed").read_text()) == ["length", "softmax", "linear"]
     assert len(lines.read_text().splitlines()) == 3
     *_, bar, blank, end = seen.decode().rstrip("\r\n").rsplit("\r", 3)
     assert bar.startswith("softmax at 512:  67%")
@@ -288,21 +290,16 @@ def test_ctrl_c_keeps_the_measured_cells_and_ends_the_sweep(tmp_path: Path) -> N
 def test_ctrl_c_ends_a_local_sweep(tmp_path: Path) -> None:
     """The sweep ends before its next run."""
     lines = tmp_path / "out.csv"
-    words = ["sweep", "mean", "--lengths", "8,16384", "--repeats", "100", "--local"]
+    words = ("sweep", "mean", "--lengths", "8,16384", "--repeats", "100", "--local")
     screen, stderr = open_terminal()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "qkv", *words, "--csv", str(lines)],
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-    )
+    with (tmp_path / "printed").open("w") as stdout:
+        process = start_command((*words, "--csv", str(lines)), {}, stdout.fileno(), stderr)
     os.close(stderr)
     seen = b""
     while "mean at 16,384:" not in seen.decode(errors="ignore"):
         seen += os.read(screen, 1024)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.wait(TIMEOUT_S) == 130
     os.close(screen)
-    assert process.returncode == 130
-    assert columns(out) == ["length", "mean"]
+    assert columns((tmp_path / "printed").read_text()) == ["length", "mean"]
     assert len(lines.read_text().splitlines()) == 2

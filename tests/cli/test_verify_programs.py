@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 from support.commands import error_of, invoke, stdout_of
 from support.compiled_kernel import Command
 from support.compiled_kernel import kernel as kernel
-from support.processes import Process, wait_until
+from support.processes import TIMEOUT_S, Process, start_command, wait_until
 from support.service_processes import is_alive
 from support.terminals import open_terminal
 
@@ -108,24 +107,26 @@ def test_signal_ends_the_program_too(
 
 
 @pytest.mark.slow
-def test_terminal_gets_a_progress_bar_and_wrapped_lines(kernel: Command) -> None:
+def test_terminal_gets_a_progress_bar_and_wrapped_lines(
+    kernel: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     screen, end = open_terminal(60)
     words = ("verify", "--exec", kernel("scale-missing"), "softmax", *QUICK)
-    program = [sys.executable, "-m", "qkv", *words]
     # readline sets COLUMNS for child processes, which the workers of pytest-xdist are
-    environment = {n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES")}
-    with subprocess.Popen(program, stdout=end, stderr=end, env=environment) as process:
-        os.close(end)
-        drawn = b""
-        while True:
-            try:
-                part = os.read(screen, 1 << 16)
-            except OSError:  # Linux's end of a terminal
-                break
-            if not part:
-                break
-            drawn += part
-        assert process.wait() == 1
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    process = start_command(tuple(map(str, words)), {}, end, end)
+    os.close(end)
+    drawn = b""
+    while True:
+        try:
+            part = os.read(screen, 1 << 16)
+        except OSError:  # Linux's end of a terminal
+            break
+        if not part:
+            break
+        drawn += part
+    assert process.wait(TIMEOUT_S) == 1
     os.close(screen)
     text = drawn.decode()
     assert "float32, normal:   0%|" in text

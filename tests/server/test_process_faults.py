@@ -9,6 +9,7 @@ import ast
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -25,10 +26,10 @@ import pytest
 import qkv
 from qkv.client.request_builders import build_attend
 from qkv.wire import safetensors
-from support.commands import one_error, run_with_rlimit, tensors, write_tensors
+from support.commands import one_error, tensors, write_tensors
 from support.known_requests import assert_problem
 from support.ports import free_port
-from support.processes import TIMEOUT_S, Process, wait_until
+from support.processes import TIMEOUT_S, Process, run_command, wait_until
 from support.service import Server
 from support.service_processes import address
 
@@ -291,9 +292,8 @@ def test_full_disk_keeps_the_old_file(tmp_path: Path, words: tuple[str, ...], su
     layer = {f"W_{role}.weight": square for role in ("query", "key", "value")}
     group, given = ("inputs", tensors()) if words[0] == "attend" else ("tensors", layer)
     source = write_tensors(tmp_path / "in.npz", group, given)
-    done = run_with_rlimit(
-        "RLIMIT_FSIZE", 100, words[0], *words[1:], source, "-o", target, "--local"
-    )
+    command = (*words, source, "-o", target, "--local")
+    done = run_command(*command, limits={resource.RLIMIT_FSIZE: 100})
     assert f"{target}: File too large" in one_error(done.stderr)
     assert done.returncode == 1
     assert target.read_bytes() == b"old"

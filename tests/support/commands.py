@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +13,6 @@ from click.testing import CliRunner, Result
 
 from qkv.cli.main import main
 from support.known_requests import Array, as_array, as_json
-from support.processes import TIMEOUT_S
 
 SUFFIXES: Final = (".safetensors", ".npz", ".json")
 TARGETS: Final = ("service", "local")
@@ -114,19 +110,3 @@ def tensors() -> dict[str, Any]:
 def source(tmp_path: Path) -> Path:
     """Writes a file with inputs of softmax, and returns its path."""
     return write_tensors(tmp_path / "in.json", "inputs", tensors())
-
-
-def run_with_rlimit(limit: str, size: int, *words: object) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a process with a resource limit."""
-    program = (
-        f"import resource; resource.setrlimit(resource.{limit}, ({size}, {size}));"
-        f"from qkv.cli.main import main; main({[str(word) for word in words]!r})"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )

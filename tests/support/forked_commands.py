@@ -14,6 +14,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Final
 
@@ -35,6 +36,7 @@ class ForkedCommand:
         environment: all its variables.
         stdout: file descriptor of its standard output.
         stderr: file descriptor of its standard error.
+        limits: sizes by limit of a resource, such as `RLIMIT_DATA`.
     """
 
     def __init__(
@@ -44,10 +46,13 @@ class ForkedCommand:
         environment: dict[str, str],
         stdout: int,
         stderr: int,
+        limits: Mapping[int, int],
     ) -> None:
         # what else a process inherits from the one that starts it
         is_hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        inherited = os.getcwd(), resource.getrlimit(resource.RLIMIT_NOFILE), is_hangup_ignored
+        both = {resource.RLIMIT_NOFILE: resource.getrlimit(resource.RLIMIT_NOFILE)}
+        both |= {limit: (size, size) for limit, size in limits.items()}
+        inherited = os.getcwd(), both, is_hangup_ignored
         streams = [Connection(os.dup(fd), readable=False) for fd in (stdout, stderr)]
         self._process = _SERVER.Process(
             target=_run, args=(module, arguments, environment, streams, *inherited), daemon=True
@@ -95,7 +100,7 @@ def _run(
     environment: dict[str, str],
     streams: list[Connection],
     folder: str,
-    open_files: tuple[int, int],
+    limits: dict[int, tuple[int, int]],
     is_hangup_ignored: bool,
 ) -> None:
     """Runs the command in the fork, which ends with it."""
@@ -104,7 +109,8 @@ def _run(
         os.dup2(stream.fileno(), number)
         stream.close()
     os.chdir(folder)
-    resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
+    for limit, sizes in limits.items():
+        resource.setrlimit(limit, sizes)
     signal.signal(signal.SIGHUP, signal.SIG_IGN if is_hangup_ignored else signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)

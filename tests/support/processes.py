@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from support.forked_commands import ForkedCommand
@@ -30,6 +33,7 @@ class Process:
         stdout: file for its standard output; None: discarded.
         module: Python module to run.
         is_forked: start it as a fork of a process that has imported the package, which is quicker.
+        limits: sizes by limit of a resource.
 
     Attributes:
         popen: the process.
@@ -43,14 +47,15 @@ class Process:
         stdout: Any = None,
         module: str = "qkv",
         is_forked: bool = True,
+        limits: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        variables = os.environ | {"QKV_DEVICE": "cpu", "QKV_THREADS": "1"} | environment
-        start = ForkedCommand if is_forked and _TRACED not in variables else _start_new
+        variables = {"QKV_DEVICE": "cpu", "QKV_THREADS": "1"} | environment
+        start = start_command if is_forked else _start_new
         reader, writer = os.pipe()
         with open(writer, "wb"), open(os.devnull, "wb") as discarded:
             output = discarded if stdout is None else stdout
             out = output if isinstance(output, int) else output.fileno()
-            self.popen = start(module, arguments, variables, out, writer)
+            self.popen = start(arguments, variables, out, writer, module, limits)
         self.lines: list[str] = []
         self._listener = threading.Thread(target=self._listen, args=(reader,))
         self._listener.start()
@@ -85,12 +90,51 @@ class Process:
                 self.lines.append(line.rstrip("\n"))
 
 
+def start_command(
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    stdout: int,
+    stderr: int,
+    module: str = "qkv",
+    limits: Mapping[int, int] = MappingProxyType({}),
+) -> ForkedCommand | subprocess.Popen[bytes]:
+    """Starts a command with file descriptors for its output, such as of a terminal."""
+    if _TRACED in os.environ:
+        return _start_new(arguments, environment, stdout, stderr, module, limits)
+    return ForkedCommand(module, arguments, os.environ | environment, stdout, stderr, limits)
+
+
 def _start_new(
-    module: str, arguments: tuple[str, ...], environment: dict[str, str], stdout: int, stderr: int
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    stdout: int,
+    stderr: int,
+    module: str,
+    limits: Mapping[int, int],
 ) -> subprocess.Popen[bytes]:
     """Starts a command as a user does, without what this process has imported."""
-    words = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(words, env=environment, stdout=stdout, stderr=stderr)
+
+    def limit() -> None:
+        for number, size in limits.items():
+            resource.setrlimit(number, (size, size))
+
+    words, variables = [sys.executable, "-m", module, *arguments], os.environ | environment
+    begin = limit if limits else None
+    return subprocess.Popen(words, env=variables, stdout=stdout, stderr=stderr, preexec_fn=begin)
+
+
+def run_command(
+    *arguments: object, limits: Mapping[int, int] = MappingProxyType({}), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `qkv` with arguments and environment variables to its end, in a process of its own."""
+    words = tuple(map(str, arguments))
+    with tempfile.TemporaryFile("w+") as output:
+        process = Process(words, environment, stdout=output, limits=limits)
+        with killed_at_the_end(process):
+            status = process.wait()
+        output.seek(0)
+        lines = "".join(f"{line}\n" for line in process.lines)
+        return subprocess.CompletedProcess(words, status, output.read(), lines)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
