@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import bodies
+import fair_shares
 import load
 import numpy as np
 import pytest
@@ -142,6 +143,10 @@ def test_short_run_has_every_table_of_the_page(
     page, file = tmp_path / "requests.md", tmp_path / "results.json"
     page.write_text(run.PAGE.read_text())
     monkeypatch.setattr(run, "PAGE", page)
+    # 600 shapes take six seconds; `test_workload_has_correct_responses` sends them
+    monkeypatch.setattr(run, "WORKLOADS", [w for w in WORKLOADS if not w.name.startswith("600")])
+    settings = fair_shares.SERVICES["one worker"]  # the other services differ in settings alone
+    monkeypatch.setattr(fair_shares, "SERVICES", {"one worker": settings})
     run.main(["--quick", "--seconds", "0.05", "--json", str(file), "--write"])
     results = tables.read_results(file)
     texts, printed, written = results.texts, capsys.readouterr().out, page.read_text()
