@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
 import resource
@@ -15,12 +14,8 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.lib.format import write_array_header_1_0 as write_header
 
-from qkv.cli import tensor_files
-from qkv.errors import QkvError
 from support.clients import delays as delays
 from support.commands import (
     TARGETS,
@@ -160,19 +155,6 @@ def test_error_names_the_damaged_file(tmp_path: Path, suffix: str, content: byte
     source.write_bytes(content)
     words = ("attend", "softmax", source, "-o", tmp_path / "out.json", "--local")
     assert str(source) in error_of(tmp_path, *words)
-
-
-@given(st.data())
-def test_every_damaged_npz_is_a_known_error(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    content = bytearray(npz_of(query=normal(2, 2), key=normal(3)))
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path = tmp_path_factory.getbasetemp() / "damaged.npz"
-    path.write_bytes(content)
-    with contextlib.suppress(QkvError):
-        tensor_files.read(path, "inputs")
 
 
 @pytest.mark.parametrize("command", ["attend", "convert"])

@@ -98,8 +98,13 @@ def assert_allocates_below(most: int, work: Callable[[], _T]) -> _T:
         assert peak < most
 
 
-def result_or_refusal(work: Callable[[], _T]) -> _T | None:
-    """Returns the result of `work`; None if it raises a `QkvError` with a valid client error."""
+def result_or_refusal(work: Callable[[], _T], is_body: bool = False) -> _T | None:
+    """Returns the result of `work`; None if it raises a `QkvError` with a valid client error.
+
+    Args:
+        work: decodes.
+        is_body: its fault is at a place of a body, unless nothing of the body can be read.
+    """
     try:
         return work()
     except QkvError as error:
@@ -107,13 +112,16 @@ def result_or_refusal(work: Callable[[], _T]) -> _T | None:
     problem = stdlib.loads(json.dump(rejection.problem()))
     assert 400 <= problem["status"] < 500
     assert 0 < len(problem["detail"]) < 1000
+    assert problem.get("pointer", "") == "" or problem["pointer"][0] == "/"
+    assert "pointer" in problem or problem["status"] == 400 or not is_body
     return None
 
 
 def assert_decodes_or_refuses(decode: Callable[[bytes], Any], body: bytes) -> None:
     """Checks that the decoder reads or rejects the body, in memory proportional to its size."""
     message = result_or_refusal(
-        lambda: assert_allocates_below(AT_LEAST + PER_BYTE * len(body), lambda: decode(body))
+        lambda: assert_allocates_below(AT_LEAST + PER_BYTE * len(body), lambda: decode(body)),
+        is_body=True,
     )
     if message is None:
         return

@@ -18,7 +18,6 @@ from qkv.tensors import RawTensor
 from qkv.wire import json
 from qkv.wire.casting import cast_untyped
 from qkv.wire.message import Message
-from support.examples import examples
 from support.json_values import NAMES, arrays, json_values, same_values
 from support.known_requests import DTYPES, FLOATING, Array, as_array, as_json
 
@@ -422,51 +421,6 @@ def test_too_many_python_objects_are_rejected(text: str) -> None:
 def test_byte_order_mark_is_ignored() -> None:
     """RFC 8259, section 8.1, permits it."""
     assert json.decode(b'\xef\xbb\xbf{"inputs": {"a": 1}}', "inputs").tensors["a"].shape == ()
-
-
-VALID = stdlib.dumps(
-    {
-        "inputs": {
-            "query": [[1, 0.5], ["NaN", -3e5]],
-            "key": as_json(np.eye(2, dtype=np.float32), "base64"),
-            "mask": [[True, False]],
-            "key_lengths": [2],
-        },
-        "layer": {"layout": "v1", "tensors": {"W_query": [[1.5]]}, "heads": None},
-        "parameters": {"causal": True, "window": [1, None], "scale": 1e-3},
-        "outputs": ["output"],
-        "encoding": "lists",
-    }
-).encode()
-
-
-def tried(body: bytes) -> None:
-    """Decodes, or fails with a 4xx error."""
-    try:
-        message = json.decode(body, "inputs")
-    except QkvError as refused:
-        problem = stdlib.loads(json.dump(refused.problem()))
-    else:
-        for raw in (*message.tensors.values(), *message.layer.values()):
-            assert raw.numpy().shape == raw.shape
-        return
-    assert 400 <= problem["status"] < 500
-    assert problem["detail"]
-    assert problem.get("pointer", "") == "" or problem["pointer"].startswith("/")
-
-
-@examples(200)
-@given(st.data())
-def test_any_value_in_any_place_is_accepted_or_rejected(data: st.DataObject) -> None:
-    document = stdlib.loads(VALID)
-    node: Any = document
-    while True:
-        at = data.draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
-        if not (isinstance(node[at], dict | list) and node[at]) or data.draw(st.booleans()):
-            break
-        node = node[at]
-    node[at] = data.draw(json_values)
-    tried(stdlib.dumps(document).encode())
 
 
 @given(st.text(string.ascii_letters + string.digits + "+/=", max_size=16), st.integers(0, 4))
