@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -130,6 +131,12 @@ def test_other_hosts_are_refused_on_every_path(local: Server, host: str) -> None
         assert is_refused(local.http.post(path, json=BODY, headers=headers))
 
 
+@functools.cache
+def application(**settings: Any) -> FastAPI:
+    """Returns an application on a CPU, one for all tests of the same settings."""
+    return create_app(Settings(device="cpu", **settings))
+
+
 def status_of_host(app: FastAPI, host: str, address: str | None = "127.0.0.1") -> int:
     """Returns the status of a request whose connection arrives at an address; None: not known."""
 
@@ -149,7 +156,7 @@ def status_of_host(app: FastAPI, host: str, address: str | None = "127.0.0.1") -
 def test_every_name_is_served_at_other_addresses(address: str | None) -> None:
     """Probes by the address of a pod, compose and ingress keep working."""
     for host in ("127.0.0.1", "0.0.0.0", "::"):
-        app = create_app(Settings(device="cpu", host=host))
+        app = application(host=host)
         assert status_of_host(app, "evil.example", address) == 200
         assert status_of_host(app, "10.0.0.1", address) == 200
 
@@ -163,14 +170,14 @@ def test_connection_decides_unless_the_setting_is_another_address(
     address: str, host: str, status: int
 ) -> None:
     """A proxy of the same machine reaches a service on all addresses by any name."""
-    app = create_app(Settings(device="cpu", host=host))
+    app = application(host=host)
     assert status_of_host(app, "evil.example", address) == status
     assert status_of_host(app, "localhost", address) == 200
 
 
 def test_allowed_hosts_decide_everywhere() -> None:
-    some = create_app(Settings(device="cpu", allowed_hosts="a.example", host="0.0.0.0"))
-    star = create_app(Settings(device="cpu", allowed_hosts="*"))
+    some = application(allowed_hosts="a.example", host="0.0.0.0")
+    star = application(allowed_hosts="*")
     for address in (None, "127.0.0.1", "10.1.2.3"):
         assert status_of_host(some, "a.example", address) == 200
         assert status_of_host(some, "localhost", address) == 200
@@ -180,7 +187,7 @@ def test_allowed_hosts_decide_everywhere() -> None:
 
 def test_address_of_the_connection_is_served() -> None:
     """Probes and Prometheus use the address of a pod, which the operator does not know."""
-    app = create_app(Settings(device="cpu", allowed_hosts="a.example", host="0.0.0.0"))
+    app = application(allowed_hosts="a.example", host="0.0.0.0")
     assert status_of_host(app, "10.1.2.3:8000", "10.1.2.3") == 200
     assert status_of_host(app, "[::ffff:10.1.2.3]:8000", "10.1.2.3") == 200
     assert status_of_host(app, "10.1.2.4:8000", "10.1.2.3") == 403

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import pytest
 import safetensors.numpy
 from playwright.sync_api import FilePayload, Page, expect
 
@@ -90,23 +89,24 @@ def test_files_with_one_tensor_are_combined(open_page: Open, server: Server) -> 
     expect(needed).to_have_text(["key"])
 
 
-@pytest.mark.parametrize("names", [("a", "b", "c"), ("Q_proj", "k1", "V")])
 def test_files_with_other_names_are_combined_by_role_or_first_letter(
-    open_page: Open, server: Server, names: tuple[str, str, str]
+    open_page: Open, server: Server
 ) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    for name, array in zip(names, TENSORS.values(), strict=True):
-        page.get_by_label("Upload").set_input_files([payload(f"{name}.npy", npy(array))])
-        if name == "a":  # a single tensor has all three roles until the user selects one
-            page.get_by_label("Role of a").select_option("query")
-        expect(page.locator("#tensors .name").first).to_have_text(names[0])
-    for name, role in zip(names, TENSORS, strict=True):
-        expect(page.get_by_label(f"Role of {name}")).to_have_value(role)
-    expect(page.locator("#tensors .needed")).to_have_count(0)
-    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
-    page.wait_for_load_state("networkidle")
-    shown = np.array(list(read_weights(page).values()))
-    np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
+    opened = open_page(server.url)
+    for names in (("a", "b", "c"), ("Q_proj", "k1", "V")):
+        page = choose_example(opened, "words")
+        for name, array in zip(names, TENSORS.values(), strict=True):
+            page.get_by_label("Upload").set_input_files([payload(f"{name}.npy", npy(array))])
+            if name == "a":  # a single tensor has all three roles until the user selects one
+                page.get_by_label("Role of a").select_option("query")
+            expect(page.locator("#tensors .name").first).to_have_text(names[0])
+        for name, role in zip(names, TENSORS, strict=True):
+            expect(page.get_by_label(f"Role of {name}")).to_have_value(role)
+        expect(page.locator("#tensors .needed")).to_have_count(0)
+        expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
+        page.wait_for_load_state("networkidle")
+        shown = np.array(list(read_weights(page).values()))
+        np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
 
 
 def test_page_asks_before_it_replaces_a_tensor_of_the_user(open_page: Open, server: Server) -> None:
@@ -269,8 +269,9 @@ def uploaded(opened: WatchedPage, **arrays: np.ndarray) -> Page:
     return wait_until_drawn(opened)
 
 
-def test_single_query_is_shown_in_the_row_panel(open_page: Open, server: Server) -> None:
-    page = uploaded(open_page(server.url), query=QUERY[:1], key=KEY, value=VALUE)
+def test_shape_and_mask_of_the_inputs_decide_what_is_shown(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)  # a status of 422 would fail the test
+    page = uploaded(opened, query=QUERY[:1], key=KEY, value=VALUE)  # a single query
     expect(page.locator("#row").get_by_role("heading")).to_have_text("query 0")
     expect(page.locator("#status")).to_have_text(re.compile("^softmax: 1 query, 5 keys; "))
     weights = softmax(QUERY[:1], KEY)[0]
@@ -278,12 +279,7 @@ def test_single_query_is_shown_in_the_row_panel(open_page: Open, server: Server)
     expect(first).to_contain_text(f"key {weights.argmax()}")
     expect(first).to_contain_text(f"{weights.max():.4f}")
 
-
-def test_masked_input_is_not_compared_with_variants_without_a_mask(
-    open_page: Open, server: Server
-) -> None:
-    opened = open_page(server.url)  # a status of 422 would fail the test
-    mask = np.tri(5, dtype=bool)
+    mask = np.tri(5, dtype=bool)  # variants without a mask are not compared
     page = uploaded(opened, query=QUERY, key=KEY, value=VALUE, mask=mask)
     expect(page.locator("#comparison").get_by_role("rowheader")).to_have_count(2)
     compared = page.get_by_role("group", name="Variants to compare").get_by_role("checkbox")
@@ -291,21 +287,16 @@ def test_masked_input_is_not_compared_with_variants_without_a_mask(
     expect(page.locator("#comparison")).to_contain_text("sigmoid")
     expect(page.locator("#comparison [role=alert]")).to_be_hidden()
 
-
-def test_batch_items_and_heads_have_names(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    heads = np.stack([QUERY, KEY, VALUE])[None].repeat(2, 0)
+    heads = np.stack([QUERY, KEY, VALUE])[None].repeat(2, 0)  # batch items and heads have names
     page = uploaded(opened, query=heads, key=heads, value=heads)
     expect(page.locator("#status")).to_contain_text("5 keys, 2 items of 3 heads;")
     expect(page.get_by_role("button", name="item 1, head 2")).to_be_visible()
     page = uploaded(opened, query=heads[0], key=heads[0], value=heads[0])
     expect(page.locator("#status")).to_contain_text("5 keys, 3 items;")
 
-
-def test_maps_of_different_shapes_have_no_difference_map(open_page: Open, server: Server) -> None:
-    page = uploaded(open_page(server.url), query=QUERY[:3], key=KEY, value=VALUE)
+    page = uploaded(opened, query=QUERY[:3], key=KEY, value=VALUE)
     expect(page.locator("#difference figure")).to_be_visible()
-    page.get_by_label("Variant", exact=True).select_option("mean")  # 5 by 5
+    page.get_by_label("Variant", exact=True).select_option("mean")  # 5 by 5: maps of other shapes
     expect(page.locator("#status")).to_have_text(re.compile("^mean:"))
     expect(page.locator("#difference figure")).to_be_hidden()
 

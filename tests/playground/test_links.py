@@ -169,8 +169,13 @@ WRONG_LINKS: Final = [
 
 
 def test_damaged_link_is_reported_beside_an_example(open_page: Open, server: Server) -> None:
-    for fields, message in WRONG_LINKS:
-        page = wait_until_drawn(open_page(server.url, path=f"/#{urlencode(fields)}"))
+    """The first one opens the page; the others are pasted into its address."""
+    first, *others = [f"/#{urlencode(fields)}" for fields, _ in WRONG_LINKS]
+    opened = open_page(server.url, path=first)
+    for path, (_, message) in zip((None, *others), WRONG_LINKS, strict=True):
+        if path:
+            opened.page.goto(server.url + path)
+        page = wait_until_drawn(opened)
         expect(page.locator("#example-about")).to_contain_text(message)
         expect(page.locator("#example-about")).to_contain_text("This is an example instead.")
         expect(page.locator("#status")).to_have_text(re.compile("^softmax: 6 queries"))
