@@ -66,21 +66,17 @@ def test_weights_are_those_of_the_tensors(
 _LOAD: Final = """
 from pathlib import Path
 from qkv.jobs.loaded.checkpoint_loader import load_checkpoints
-start()
-path, limit = Path(sys.argv[1]), int(sys.argv[2])
-(name,) = load_checkpoints({"a": path}, limit, is_strict=True).names
-say()
+for path in map(Path, sys.argv[1:]):
+    start()
+    (name,) = load_checkpoints({"a": path}, SIZE, is_strict=True).names
+    say()
 """
+MOST: Final = {"llama": 1.25, "gpt2": 1.25, "neox": 1.75}
+"""Peaks of layouts, of the size of a layer: heads that are interleaved need their whole matrix."""
 
 
-@pytest.mark.slow
-@needs_proc
-@pytest.mark.parametrize(("layout", "most"), [("llama", 1.25), ("gpt2", 1.25), ("neox", 1.75)])
-def test_sparse_checkpoint_takes_little_more_than_its_layer(
-    tmp_path: Path, layout: str, most: float
-) -> None:
-    """It fills `QKV_MAX_CHECKPOINT_BYTES`. Heads that are interleaved need their whole matrix."""
-    M = 4096
+def write_sparse(path: Path, layout: str, M: int) -> int:
+    """Writes a checkpoint of one layer, in which no part of a matrix is all zeros."""
     shapes = {
         "llama": {f"{role}_proj.weight": (M, M) for role in "qkvo"},
         "gpt2": {"c_attn.weight": (M, 3 * M), "c_proj.weight": (M, M)},
@@ -91,9 +87,9 @@ def test_sparse_checkpoint_takes_little_more_than_its_layer(
         size = 4 * shape[0] * shape[1]
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
         end += size
-    path = write_raw(tmp_path / "a.safetensors", header, size=end)
+    write_raw(path, header, size=end)
     start = path.stat().st_size - end
-    with path.open("r+b") as file:  # no part of a matrix is all zeros
+    with path.open("r+b") as file:
         for tensor in header.values():
             first, last = tensor["data_offsets"]
             for at in range(first, last, 4 * 1_000_003):
@@ -101,5 +97,15 @@ def test_sparse_checkpoint_takes_little_more_than_its_layer(
                 file.write(np.float32(1).tobytes())
     lines = ("heads = 32", 'positions = "none"', "causal = true", f'layout = "{layout}"')
     path.with_suffix(".toml").write_text("\n".join(lines))
-    (peak,) = peaks(_LOAD, path, end)
-    assert end < peak.above < most * end
+    return end
+
+
+@pytest.mark.slow
+@needs_proc
+def test_sparse_checkpoint_takes_little_more_than_its_layer(tmp_path: Path) -> None:
+    """It fills `QKV_MAX_CHECKPOINT_BYTES`."""
+    paths = {layout: tmp_path / f"{layout}.safetensors" for layout in MOST}
+    (size,) = {write_sparse(path, layout, 4096) for layout, path in paths.items()}
+    found = peaks(_LOAD.replace("SIZE", str(size)), *paths.values())
+    for (layout, most), peak in zip(MOST.items(), found, strict=True):
+        assert size < peak.above < most * size, layout
