@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 import qkv
 from qkv.cli.main import main
+from support.commands import stdout_of
 from support.ports import free_port
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service import Server
@@ -181,17 +182,19 @@ def run(*words: str) -> str:
 @pytest.mark.process
 def test_help_and_version_are_printed() -> None:
     module = (sys.executable, "-m", "qkv")
-    for flag in ("--help", "-h"):
-        text = run(*module, flag)
-        assert text.startswith("Usage: ")
-        assert "serve" in text
-        text = run(*module, "serve", flag)
-        assert all(word in text for word in ("--host", "QKV_PORT", "8000", "QKV_DEVICE"))
-        assert "docs/" not in text  # a reader of the help may have no clone
-    assert qkv.__version__ in run(*module, "--version")
+    text = run(*module, "--help")
+    assert text.startswith("Usage: ")
+    assert "serve" in text
+    text = run(*module, "serve", "--help")
+    assert all(word in text for word in ("--host", "QKV_PORT", "8000", "QKV_DEVICE"))
+    assert "docs/" not in text  # a reader of the help may have no clone
+    for words in ((), ("serve",)):
+        assert stdout_of(*words, "-h") == stdout_of(*words, "--help")
+    version = run(*module, "--version")
+    assert qkv.__version__ in version
     script = Path(sys.executable).with_name("qkv")
     if script.exists():
-        assert run(str(script), "--version") == run(*module, "--version")
+        assert run(str(script), "--version") == version
 
 
 def test_wrong_setting_is_reported_before_torch_is_imported() -> None:
