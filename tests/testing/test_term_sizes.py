@@ -10,7 +10,8 @@ from torch import Tensor
 
 from qkv.attention.catalogue import find, variants
 from qkv.testing.condition import gradient_budgets, reference_gradients
-from qkv.testing.families import NotDrawn, draw
+from qkv.testing.families import draw
+from qkv.testing.family import NotDrawn
 from qkv.testing.term_sizes import TermSizes
 from support.right_variants import RIGHT_VARIANTS
 
