@@ -14,43 +14,33 @@ import torch
 from tables import DOCS, Cell, Results, Table, add_options, describe_machine, finish
 
 from qkv.attention.catalogue import variants
-from support.accuracy import LargestErrors, measure, measure_sensitivity
+from support.accuracy import LargestErrors, measure
 from support.accuracy_cases import DTYPES, LENGTHS, Case, generate_cases
 
 PAGE: Final = DOCS / "accuracy.md"
 _DIGITS: Final = 2
 
 
-def build_tables(results: Mapping[Case, LargestErrors], seed: int) -> list[Table]:
+def build_tables(results: Mapping[Case, LargestErrors]) -> list[Table]:
     """Returns the tables at the end of docs/accuracy.md."""
-    outputs: list[list[Cell]] = []
-    weights: list[list[Cell]] = []
+    rows: list[list[Cell]] = []
     for name in variants():
         for dtype in DTYPES:
             own = {c: e for c, e in results.items() if (c.variant.name, c.dtype) == (name, dtype)}
-            random = [e for c, e in own.items() if c.family == "random"]
-            usual = [max(e.output for e in random), max(e.absolute for e in random)]
-            label = [f"`{name}`", str(dtype)[6:]]
-            outputs.append([*label, *_find_worst(own, "output", seed), *usual])
-            weights.append([*label, *_find_worst(own, "weights", seed)])
-    labels, worst = ["variant", "dtype"], ["where", "an eps of the inputs"]
-    columns = [*labels, "output", *worst, "random: output", "absolute"]
+            worst = (*_find_worst(own, "output"), *_find_worst(own, "weights"))
+            rows.append([f"`{name}`", str(dtype)[6:], *worst])
+    columns = ["variant", "dtype", "output", "where", "weights", "where"]
     return [
-        Table("output by dtype", columns, outputs, labels=2, digits=_DIGITS),
-        Table("weights by dtype", [*labels, "weights", *worst], weights, labels=2, digits=_DIGITS),
+        Table("by dtype", columns, rows, labels=2, digits=_DIGITS),
         _build_families(results, "output"),
         _build_families(results, "weights"),
     ]
 
 
-def _find_worst(own: Mapping[Case, LargestErrors], tensor: str, seed: int) -> list[Cell]:
-    """Returns the largest error, its case, and the sensitivity of the entry that has it."""
+def _find_worst(own: Mapping[Case, LargestErrors], tensor: str) -> list[Cell]:
+    """Returns the largest error and its case."""
     worst = max(own, key=lambda case: float(getattr(own[case], tensor)))
-    result = measure(worst, seed)
-    units = result.units[tensor]
-    at = (result.errors[tensor] / units).argmax()
-    sensitivity = float(measure_sensitivity(worst, seed)[tensor][at] / units[at])
-    return [float(getattr(own[worst], tensor)), str(worst), sensitivity]
+    return [float(getattr(own[worst], tensor)), str(worst)]
 
 
 def _build_families(results: Mapping[Case, LargestErrors], tensor: str) -> Table:
@@ -82,8 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=str(options.seed),
         requests=f"{len(results):,}",
     )
-    tables = build_tables(results, options.seed)
-    finish(Results("make accuracy", header, tables), PAGE, options)
+    finish(Results("make accuracy", header, build_tables(results)), PAGE, options)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def test_harness_measures_errors_of_wrong_results(dtype: torch.dtype) -> None:
         assert result.largest.output == pytest.approx(1000, abs=30)
         assert result.largest.weights == pytest.approx(1000, abs=30)
         assert (compute_excess(result, 1, "output") > 0).any()
-    assert accuracy.measure(build_wrong_case(math.nan), 1).largest[:2] == (math.inf, math.inf)
+    assert accuracy.measure(build_wrong_case(math.nan), 1).largest == (math.inf, math.inf)
 
 
 def test_page_has_each_variant_and_dtype() -> None:
@@ -108,6 +108,6 @@ def test_command_measures_every_variant_and_has_its_places_in_the_page(
     torch.set_num_threads(threads)
     tables = read_results(file).tables
     by_dtype = len(variants()) * len(accuracy_cases.DTYPES)
-    assert [len(table.rows) for table in tables[:2]] == [by_dtype] * 2
-    assert [len(table.columns) for table in tables[2:]] == [1 + len(variants())] * 2
+    assert len(tables[0].rows) == by_dtype
+    assert [len(table.columns) for table in tables[1:]] == [1 + len(variants())] * 2
     assert all(f"{table.markdown}\n" in page.read_text() for table in tables)

@@ -15,11 +15,10 @@ _BLOCK_ROWS: Final = (
 
 
 class LargestErrors(NamedTuple):
-    """Largest errors of one result: in the units of docs/accuracy.md, and absolute."""
+    """Largest errors of one result, in the units of docs/accuracy.md."""
 
     output: float
     weights: float
-    absolute: float
 
 
 class CaseErrors(NamedTuple):
@@ -33,8 +32,7 @@ class CaseErrors(NamedTuple):
     def largest(self) -> LargestErrors:
         """The largest errors; 0 if no exact value fits the dtype."""
         peaks = {n: float((e / self.units[n]).max()) for n, e in self.errors.items()}
-        absolute = float(self.errors["output"].max())
-        return LargestErrors(peaks["output"], peaks["weights"], absolute)
+        return LargestErrors(peaks["output"], peaks["weights"])
 
 
 def weights_dtype_of(dtype: torch.dtype) -> torch.dtype:
