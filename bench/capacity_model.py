@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 FIRST_FORM: Final = "q, k, v in float32"
-"""The form of request that the others are compared with."""
+"""The form of request whose rates are predicted."""
 
 _ETHERNET_BYTES_PER_S: Final = 100e9 / 8 * 1448 / 1538  # payload in frames of 1,500 bytes
 _PCIE_BYTES_PER_S: Final = 32e9 * 16 / 8 * 128 / 130  # in each direction
@@ -87,17 +87,16 @@ UNITS: Final = (
         lambda cost: max(cost.bytes_in, cost.bytes_out) / _ETHERNET_BYTES_PER_S,
     ),
     Unit("GPUs", "data sheets and estimate", _gpu_seconds),
-    Unit("or CPUs", "from measured times", lambda cost: statistics.median(cost.compute_cpu_s)),
 )
-"""The parts that a request passes, in order; the last one can take the place of the GPU."""
+"""The parts that a request passes, in order."""
 
 HOST: Final = (64, 4, 8)
-"""The numbers of the first three units in a large host: processes, cards and GPUs."""
+"""The number of each unit in a large host."""
 
 
 def rate_of(cost: Cost) -> tuple[float, list[float]]:
     """Returns the requests per second of `HOST`, and the part of each unit that they use."""
-    needed = [unit.seconds(cost) / count for unit, count in zip(UNITS, HOST, strict=False)]
+    needed = [unit.seconds(cost) / count for unit, count in zip(UNITS, HOST, strict=True)]
     return 1 / max(needed), [each / max(needed) for each in needed]
 
 

@@ -19,22 +19,18 @@ Times = Mapping[tuple[str, str, int], Sequence[float]]
 
 
 def build_tables(rows: Rows) -> list[Table]:
-    """Returns tables of milliseconds, and of ratios to plain torch and to the library formulas."""
+    """Returns a table of milliseconds, not causal and causal."""
     tables = []
     for causal in (False, True):
         times: Times = {
             (r["variant"], r["contender"], r["N"]): r["ms"] for r in rows if r["causal"] == causal
         }
-        title = "causal" if causal else "not causal"
-        tables.append(_build_times(f"{title}, ms", times))
-        for other, label in list(_LABELS.items())[1:]:
-            if any(contender == other for _, contender, _ in times):
-                tables.append(_build_ratios(f"{title}, qkv / {label}", times, other))
+        tables.append(_build_times("causal" if causal else "not causal", times))
     return tables
 
 
 def _build_times(title: str, times: Times) -> Table:
-    lengths = _lengths(times)
+    lengths = sorted({N for *_, N in times})[::2]
     rows: list[list[Cell]] = []
     for name in sorted({name for name, *_ in times}):
         for contender, label in _LABELS.items():
@@ -43,23 +39,3 @@ def _build_times(title: str, times: Times) -> Table:
                 label = "torch SDPA" if (name, contender) == BASELINE else label
                 rows.append([label or f"`{name}`", *(ms and quartiles(ms) for ms in own)])
     return Table(title, ["N", *(f"{N:,}" for N in lengths)], rows)
-
-
-def _build_ratios(title: str, times: Times, other: str) -> Table:
-    """Returns the ratios of each round."""
-    lengths = _lengths(times)
-    rows: list[list[Cell]] = []
-    for name in sorted({name for name, contender, _ in times if contender == other}):
-        pairs = [(times.get((name, "qkv", N)), times.get((name, other, N))) for N in lengths]
-        rows.append([f"`{name}`", *(_ratio(*pair) for pair in pairs)])
-    return Table(title, ["N", *(f"{N:,}" for N in lengths)], rows)
-
-
-def _lengths(times: Times) -> list[int]:
-    return sorted({N for *_, N in times})[::2]
-
-
-def _ratio(ms: Sequence[float] | None, other_ms: Sequence[float] | None) -> Cell:
-    if ms is None or other_ms is None:
-        return None
-    return quartiles([a / b for a, b in zip(ms, other_ms, strict=True)])
