@@ -43,7 +43,7 @@ TEXT_FORMAT: Final = "JSON, lists"
 MAX_TEXT_CLIENTS: Final = 16  # at L: 64 would hold 2 GiB of text
 BODY_SIZES: Final = tuple(4**n for n in range(5, 15))  # 1 KiB to 256 MiB
 QUERY_WIDTH: Final = 32  # of the one query; its many keys make the body large
-_MEMORY: Final = ("resident, MiB: before", "peak", "after")
+_MEMORY: Final = ("resident, MiB: peak", "after")
 
 
 class Plan(NamedTuple):
@@ -127,10 +127,10 @@ def measure_clients(service: Service, plan: Plan) -> Table:
                 row += [result.rate, [p50, p99]]
                 if clients == 1 and p99 > 2 * p50 + 1:
                     missed.append(f"{shape} in {wire_format}")
-            rows.append([*row, service.resident_bytes / 2**20])
+            rows.append(row)
     but = f" but {'; '.join(missed)}" if missed else ""
     target = f"Target for one client: p99 is at most twice p50 plus 1 ms. All rows{but} meet it."
-    return Table("clients", [*columns, "resident after, MiB"], rows, labels=2, note=target)
+    return Table("clients", columns, rows, labels=2, note=target)
 
 
 def measure_workloads(service: Service, plan: Plan) -> Table:
@@ -207,14 +207,13 @@ def measure_body_sizes(service: Service, plan: Plan) -> Table:
         is_again = len(rows) == len(plan.body_sizes)
         rows.append([
             _format_bytes(size) + ", again" * is_again,
-            len(timings),
             statistics.median(timing.latency_ms for timing in timings),
             statistics.median(timing.compute_ms for timing in timings),
             quartiles(added_ms),
             statistics.median(added_ms) * 2**20 / size if size >= 2**20 else None,
             *_mebibytes(memory),
         ])  # fmt: skip
-    columns = ["body", "requests", "ms: median", "attention", "added (quartiles)", "added per MiB"]
+    columns = ["body", "ms: median", "attention", "added (quartiles)", "added per MiB"]
     return Table("sizes", [*columns, *_MEMORY], rows)
 
 
@@ -229,7 +228,7 @@ def _percentiles(result: LoadResult) -> list[float]:
 
 
 def _mebibytes(memory: ResidentMemory) -> list[Cell]:
-    return [round(size / 2**20) for size in (memory.before, memory.peak, memory.after)]
+    return [round(size / 2**20) for size in (memory.peak, memory.after)]
 
 
 def _format_bytes(size: int) -> str:

@@ -1,4 +1,4 @@
-"""Measures time and memory of each weight form beside one call of attention.
+"""Measures the time of each weight form beside one call of attention.
 
     python bench/weight_form_cost.py [--length 8192] [--threads 2] [--device cpu] [--causal]
         [variant ...]
@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -29,31 +28,21 @@ from qkv.jobs.weight_forms import WeightForm
 
 COMMAND: Final = "python bench/weight_form_cost.py"
 SHORT_CALL_S: Final = 1.0
-STATUS_FILE: Final = Path("/proc/self/status")
 
 
 def build_weight_forms(N: int) -> dict[str, WeightForm]:
     """Returns the weight forms; the 16 rows are spread over the length."""
     rows = tuple(range(0, N, max(1, N // 16)))
     return {
-        "rows (16)": WeightForm("rows", rows=rows),
-        "pool (64)": WeightForm("pool", 64),
+        "16 rows": WeightForm("rows", rows=rows),
+        "pool of 64": WeightForm("pool", 64),
         "stats": WeightForm("stats"),
-        "top_k (8)": WeightForm("top_k", 8),
+        "top 8": WeightForm("top_k", 8),
     }
 
 
-def read_status(field: str) -> int:
-    """Returns bytes from /proc/self/status: the resident size (VmRSS) or its peak (VmHWM)."""
-    lines = STATUS_FILE.read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
-
-
-def measure_call(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Returns the seconds of a call, and the peak growth of the process in MiB."""
-    if device.type == "cpu":
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = read_status("VmRSS:")
+def measure_call(call: Callable[[], Any], device: torch.device) -> float:
+    """Returns the seconds of a call."""
     times: list[float] = []
     while len(times) < 3 and sum(times) < SHORT_CALL_S:
         start = time.perf_counter()
@@ -61,30 +50,29 @@ def measure_call(call: Callable[[], Any], device: torch.device) -> tuple[float, 
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times), (read_status("VmHWM:") - before) / 2**20
+    return statistics.median(times)
 
 
 def measure_row(variant: Variant, N: int, causal: bool, device: torch.device) -> list[Cell]:
-    """Returns the cells of a row: the variant's call, then time, ratios and memory of each form."""
+    """Returns the cells of a row: both calls, then two ratios of each form."""
     tensors = make_variant_tensors(variant, N, device)
     parameters = variant.parse({"causal": causal} if "causal" not in variant.refuses else {})
     names = type(parameters).model_fields
     arguments = tensors | {name: getattr(parameters, name) for name in names}
     sizes = SIZES | {"L": N, "S": N, "N": N}
     query, key, value = torch.randn(3, 1, SIZES["H"], N, SIZES["D"], device=device)
-    sdpa_s, _ = measure_call(
+    sdpa_s = measure_call(
         lambda: scaled_dot_product_attention(query, key, value, is_causal=causal), device
     )
     del query, key, value
-    variant_s, _ = measure_call(lambda: variant.attend(**arguments, outputs=OUTPUT_ONLY), device)
+    variant_s = measure_call(lambda: variant.attend(**arguments, outputs=OUTPUT_ONLY), device)
     cells: list[Cell] = [sdpa_s, variant_s]
     for form in build_weight_forms(N).values():
         compute = partial(
             weight_blocks.compute_weight_form, variant, form, arguments, parameters, sizes
         )
-        form_s, peak_mib = measure_call(compute, device)
-        ratios = f"{form_s / sdpa_s:.2g} / {form_s / variant_s:.2g}"
-        cells.append(f"{form_s:.3g}: {ratios}; {peak_mib:.0f} MiB")
+        form_s = measure_call(compute, device)
+        cells.append(f"{form_s / sdpa_s:.2g} / {form_s / variant_s:.2g}")
     return cells
 
 
