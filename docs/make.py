@@ -117,16 +117,13 @@ def _page(variants: list[Variant]) -> Iterator[str]:
     """Yields the parts of docs/variants.md."""
     yield "# The variants\n"
     yield (
-        "This page describes what every variant of attention computes, takes, returns and costs. "
-        "To choose one, see the measured figures of [benchmarks](benchmarks.md) and "
-        "[accuracy](accuracy.md). `make docs` writes the page from the variants' files.\n"
+        "This page describes what every variant computes, takes, returns and costs. To choose one, "
+        "see also [benchmarks](benchmarks.md) and [accuracy](accuracy.md).\n"
     )
     yield ", ".join(f"[{variant.name}](#{variant.name})" for variant in variants) + "\n"
     yield (
-        "The pictures show the weights of every variant, over all keys and causal where it can be "
-        "both. "
-        f"{variant_pictures.INPUT} {variant_pictures.COLOURS} "
-        "`GET /v1/variants/{variant}/picture` returns the same picture.\n"
+        "The pictures, also at `GET /v1/variants/{variant}/picture`, show the weights over all "
+        f"keys, and causal. {variant_pictures.INPUT} {variant_pictures.COLOURS}\n"
     )
     rows = Counter(row for variant in variants for row in _parameter_rows(variant).values())
     shared = {
@@ -142,9 +139,8 @@ def _page(variants: list[Variant]) -> Iterator[str]:
         "is named, inputs are *floating*: float64, float32, float16 or bfloat16. Every floating "
         "input has a gradient, in a state `state.sums` alone. `output` is of the inputs' dtype, "
         "any other output float32, or float64 for float64 inputs. The tensors of a "
-        "[state](state.md) are optional inputs, and outputs with the same names and shapes. A "
-        "request asks for a [step](http.md#steps) as `steps.weights`; the first steps are the "
-        "inputs, with zeros for padding.\n"
+        "[state](state.md) are optional inputs, and outputs with the same names and shapes. The "
+        "first [steps](http.md#steps) are the inputs, with zeros for padding.\n"
     )
     yield "These parameters mean the same in every variant that names them:\n"
     yield _PARAMETERS

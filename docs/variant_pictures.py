@@ -30,8 +30,8 @@ INPUT: Final = (
 )
 
 COLOURS: Final = (
-    "A cell's colour follows the square root of its weight, up to the panel's largest weight, so "
-    "that small weights are visible. Cells that are exactly 0 are empty; negative ones are red."
+    "Colours follow the square root of a weight. Cells that are exactly 0 are empty; negative ones "
+    "are red."
 )
 
 _ROWS: Final = {"L": "query i", "S": "query i", "B": "input i"}
