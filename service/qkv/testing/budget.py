@@ -1,8 +1,8 @@
 """Error budgets: the error against float64 that a right function may have, for each number.
 
 A budget follows from the numbers of the call, not from measured errors of functions.
-docs/accuracy.md derives it, section "The derivation": its steps and symbols are those of the
-functions here, its sources Higham, Accuracy and Stability of Numerical Algorithms, 2002, and
+docs/accuracy.md derives it, section "The budget of the oracle": its steps and symbols are those of
+the functions here, its sources Higham, Accuracy and Stability of Numerical Algorithms, 2002, and
 Blanchard, Higham, Higham, Accurately computing the log-sum-exp and softmax functions, IMA J.
 Numer. Anal. 41, 2021.
 
