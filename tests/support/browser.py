@@ -205,6 +205,8 @@ def wait_until_drawn(opened: WatchedPage) -> Page:
 
 def read_weights(page: Page) -> dict[str, list[float]]:
     """Returns the weights of the page's table, by the names of the rows; 0 where masked."""
+    # a drawing that moves the table between the press and the release of the mouse leaves it closed
+    page.wait_for_function("() => !document.querySelector('main[aria-busy]')")
     if not page.locator("#table[open]").count():
         page.locator("#table summary").click()
     page.wait_for_selector("#table tbody tr")
