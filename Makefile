@@ -46,13 +46,13 @@ serve: .venv/.serves ## serve on port 8000 of this machine (PORT=, HOST= for ano
 # Each group of tests in one process, in the order of tests/support/run_order.py.
 PYTEST = .venv/bin/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 
-test: .venv/.installed ## run most tests, some of every kind, in about six minutes
+test: .venv/.installed ## run most tests, some of every kind, in about five minutes
 	@$(PYTEST) --part quick $(ARGS)
 
-test-rest: .venv/.installed ## run the tests that `make test` left, in about twenty-seven minutes
+test-rest: .venv/.installed ## run the tests that `make test` left, in about eighteen minutes
 	@$(PYTEST) --part rest $(ARGS)
 
-test-all: .venv/.installed ## run every test, in about thirty-three minutes
+test-all: .venv/.installed ## run every test, in about twenty-three minutes
 	@$(PYTEST) $(ARGS)
 
 check: .venv/.installed ## check lint, formatting and types
