@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from qkv.engine.admission import Admission
 from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, launch
-from qkv.engine.lane import JobQueue
+from qkv.engine.lane import JobQueue, Lane, VirtualTimes
 from qkv.errors import DeadlineExceeded, ServiceUnavailable, TooManyRequests
 from qkv.jobs.job import Job
 from qkv.jobs.load import Load
@@ -58,6 +58,24 @@ def test_single_job_does_not_wait_for_the_flood_of_another_tenant() -> None:
         *(flood[0], single[0]),
         *flood[1:],
     ]
+
+
+def test_tenant_that_joins_after_many_small_jobs_has_no_credit() -> None:
+    times = VirtualTimes()
+    lane = Lane(times)
+
+    def put(*tenants: Tenant) -> None:
+        for tenant in tenants:
+            times.join(tenant)
+            for job in queued(tenant, [4] * 10):
+                lane.put(job)
+
+    late = Tenant("late")
+    put(BATCH, Tenant("other"))
+    assert len(lane.take_turn(20)) == 20
+    put(BATCH, late)
+    turns = Counter(job.tenant for job in lane.take_turn(10))
+    assert abs(turns[late] - turns[BATCH]) <= 2
 
 
 @given(st.lists(st.sampled_from([1.0, 2.0, 3.0, 0.5]), min_size=2, max_size=4))
