@@ -227,3 +227,11 @@ def test_unstable_wrong_rule_is_named_though_it_overflows() -> None:
         lambda q, k, v, g, beta: torch.zeros_like(v), "gated", **options, families=["large"]
     )
     assert "keys-not-normalized" not in zeros.diagnosis
+
+
+def test_gates_at_their_places_may_have_any_name() -> None:
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
+        return v
+
+    report = verify(rule, "gated", rule="gated_delta", dtype="float32", families=["normal"])
+    assert [check.problem for check in report.checks] == [""]

@@ -67,7 +67,12 @@ class Convention:
             takes = {*named} | ({*call.keywords} - _MUST_NAME if takes_any else set())
             missing = next((n for n in call.keywords if n not in takes), "")
             return cls(call.positional, {n: n for n in call.keywords}, {}, missing)
-        by_name = {n for n in call.positional[3:] if _name(n, named) is not None}
+        gates = [(n, _name(n, named)) for n in call.positional[3:]]
+        by_name = [n for n, own in gates if own is not None]
+        if len(by_name) < len(gates) and all(
+            own in (None, *named[place : place + 1]) for place, (_, own) in enumerate(gates, 3)
+        ):
+            by_name = []  # each stands at its place, and some have another name
         keywords, missing = {}, ""
         for name in (*by_name, *call.keywords):
             found = _name(name, named)
