@@ -42,9 +42,9 @@ help: ## show this list
 serve: .venv/.serves ## serve on port 8000 of this machine (PORT=, HOST= for another); Ctrl-C ends it
 	@exec .venv/bin/qkv serve $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") $(ARGS)
 
-# Three processes: many tests wait for processes to start and end. ARGS="-n 0" runs one test at a time.
+# Two processes, for two cores: a third one makes tests of Ray too slow. ARGS="-n 0" runs one at a time.
 # Each group of tests in one process, in the order of tests/support/run_order.py.
-PYTEST = .venv/bin/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
+PYTEST = .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 test: .venv/.installed ## run most tests, some of every kind, in about five minutes
 	@$(PYTEST) --part quick $(ARGS)

@@ -6,8 +6,8 @@ most of them for imports, and such a fork 0.3. The server is that of Python's `m
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import resource
 import runpy
@@ -58,10 +58,10 @@ class ForkedCommand:
             target=_run, args=(module, arguments, environment, streams, *inherited), daemon=True
         )
         with pytest.MonkeyPatch.context() as patch:
-            # Python 3.11 gives the server no path of this process, and hides that an import fails.
+            # Python 3.11 gives the server no path of this process. `start` starts a new server if
+            # the first one has ended.
             patch.setenv("PYTHONPATH", str(ROOT / "tests"))
-            multiprocessing.forkserver.ensure_running()
-        self._process.start()
+            self._process.start()
         assert self._process.pid
         self.pid: int = self._process.pid
 
@@ -104,7 +104,7 @@ def _run(
     is_hangup_ignored: bool,
 ) -> None:
     """Runs the command in the fork, which ends with it."""
-    assert _PREPARED in sys.modules
+    importlib.import_module(_PREPARED)  # the server has done it, but hides that it failed
     for number, stream in enumerate(streams, 1):
         os.dup2(stream.fileno(), number)
         stream.close()
