@@ -20,7 +20,7 @@ from support.forked_commands import ForkedCommand
 
 _TRACED: Final = "COVERAGE_PROCESS_START"  # `make mutants` knows the tests of a new process only
 
-TIMEOUT_S: Final = 60.0
+TIMEOUT_S: Final = 120.0
 """Seconds that a test waits for an event before it fails; never a limit of speed."""
 
 

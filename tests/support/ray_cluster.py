@@ -29,7 +29,7 @@ from support.ports import free_port
 _CPUS: Final = 4  # as Ray counts them: every replica reserves one
 _OBJECT_STORE_BYTES: Final = 100 << 20
 _MARK: Final = "RAY_CLUSTER_MARK"
-_TIMEOUT_S: Final = 60.0
+_TIMEOUT_S: Final = 120.0
 
 
 @dataclass(frozen=True)
