@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -127,6 +128,21 @@ def test_drain_reaches_every_process_and_ends_readiness() -> None:
 def test_process_that_has_not_started_is_not_stuck() -> None:
     shared_state = SharedState(2, stuck_s=0.0, stuck_device_s=0.0)
     assert shared_state.stuck_processes == []
+
+
+def test_process_that_is_replaced_is_at_no_moment_stuck() -> None:
+    shared_state = SharedState(1, stuck_s=10.0, stuck_device_s=10.0)
+    worker = shared_state.worker(0)
+    if not (replaced := os.fork()):
+        while True:
+            worker.record_heartbeat()
+            worker.set_busy(True)
+            shared_state.clear_row(0)
+    try:
+        assert all(shared_state.stuck_processes == [] for _ in range(100_000))
+    finally:
+        os.kill(replaced, signal.SIGKILL)
+        os.waitpid(replaced, 0)
 
 
 @pytest.mark.parametrize(("loop_s", "device_s", "stuck"), [(5, 60, [1]), (60, 5, [2])])

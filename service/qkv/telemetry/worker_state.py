@@ -184,7 +184,9 @@ class SharedState:
     @property
     def stuck_processes(self) -> list[int]:
         """The indices of the processes whose event loop or device is stuck."""
-        now, heartbeat, busy = _now(), self._rows["heartbeat"], self._rows["busy_since"]
+        # copies: a process that is replaced sets both to 0, also between two looks
+        heartbeat, busy = self._rows["heartbeat"].copy(), self._rows["busy_since"].copy()
+        now = _now()
         is_stuck = (heartbeat > 0) & (now - heartbeat > self._stuck_s)
         is_stuck |= (busy > 0) & (now - busy > self._stuck_device_s)
         return [int(i) for i in np.flatnonzero(is_stuck)]
