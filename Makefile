@@ -13,7 +13,6 @@ ARGS =
 # No registry has this name by accident: without a build, docker and the kubelet find no image.
 IMAGE ?= localhost/qkv
 PIP_AUDIT = pip-audit==2.10.1
-COVERAGE = coverage==7.17.3
 # Where `make page` writes, as the page's folder has it.
 PAGE = bundles
 ESBUILD = esbuild@0.28.2
@@ -102,10 +101,8 @@ examples: .venv/.installed ## run the notebooks of examples/ and store their out
 fuzz: .venv/.installed ## send changed bodies to every decoder for 10 minutes (ARGS="--minutes 60")
 	@PYTHONPATH=tests .venv/bin/python tests/tools/fuzz_decoders.py $(ARGS)
 
-# coverage lies beside the notes of the run: nothing else needs it.
 mutants: .venv/.installed ## change the code in 150 small ways and count those that tests notice
-	@test -d .mutants/coverage || .venv/bin/python -m pip -qq install --target .mutants/coverage $(COVERAGE)
-	@PYTHONPATH="$(CURDIR)/.mutants/coverage:$(CURDIR)/tests" .venv/bin/python tests/tools/mutants.py $(ARGS)
+	@PYTHONPATH="$(CURDIR)/tests" .venv/bin/python tests/tools/mutants.py $(ARGS)
 
 # A separate environment: pip-audit has two dozen packages that nothing else needs. --strict: a package
 # without a result is a failure; by default pip-audit reports it as having no known advisories.

@@ -60,7 +60,7 @@ class ForkedCommand:
         with pytest.MonkeyPatch.context() as patch:
             # Python 3.11 gives the server no path of this process. `start` starts a new server if
             # the first one has ended.
-            patch.setenv("PYTHONPATH", str(ROOT / "tests"))
+            patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=os.pathsep)
             self._process.start()
         assert self._process.pid
         self.pid: int = self._process.pid

@@ -18,8 +18,6 @@ from typing import Any, Final
 
 from support.forked_commands import ForkedCommand
 
-_TRACED: Final = "COVERAGE_PROCESS_START"  # `make mutants` knows the tests of a new process only
-
 TIMEOUT_S: Final = 120.0
 """Seconds that a test waits for an event before it fails; never a limit of speed."""
 
@@ -97,10 +95,8 @@ def start_command(
     stderr: int,
     module: str = "qkv",
     limits: Mapping[int, int] = MappingProxyType({}),
-) -> ForkedCommand | subprocess.Popen[bytes]:
+) -> ForkedCommand:
     """Starts a command with file descriptors for its output, such as of a terminal."""
-    if _TRACED in os.environ:
-        return _start_new(arguments, environment, stdout, stderr, module, limits)
     return ForkedCommand(module, arguments, os.environ | environment, stdout, stderr, limits)
 
 

@@ -12,27 +12,17 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
 from pathlib import Path
 from py_compile import PycInvalidationMode
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
-from tools.mutations import Mutant, function_lines
-
-_PROCESS: Final = """import os
-if "COVERAGE_PROCESS_START" in os.environ:
-    try:
-        import coverage
-    except ImportError:  # an environment of its own
-        pass
-    else:
-        coverage.process_startup()
-"""
-"""sitecustomize.py beside the code: traces the processes that traced tests start."""
+from tools.mutations import Mutant
+from tools.probes import add_probes, is_imported
+from tools.runs import Runs, read_notes
 
 
 @dataclass(frozen=True)
@@ -64,16 +54,14 @@ class Suite:
 
     Attributes:
         code: a copy of the code, which comes first on the path of the tests.
-        seconds: the tests that pass without a mutant, and the seconds of each.
-        failed: tests that fail without a mutant, and are left out.
+        seconds: the tests that ran to their end, and the seconds of each.
     """
 
     def __init__(self, tests: Path, notes: Path, service: Path, *options: str) -> None:
         self.code = notes / "code"
         self.seconds: dict[str, float] = {}
-        self.failed: list[str] = []
-        self._root, self._notes = tests.resolve().parent, notes
-        self._lines, self._options = notes / "lines", options
+        self._root, self._notes, self._options = tests.resolve().parent, notes, options
+        self._tests: defaultdict[Mutant, set[str]] = defaultdict(set)
         self._copy_code(service)
 
     def _copy_code(self, service: Path) -> None:
@@ -88,94 +76,47 @@ class Suite:
         mode = PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(self.code, quiet=1, invalidation_mode=mode)
 
-    def trace(self, files: Iterable[str], markers: str = "not gpu") -> None:
-        """Runs tests with the lines that each executes, and reads the notes.
+    def trace(self, files: Iterable[str], mutants: list[Mutant], markers: str = "not gpu") -> None:
+        """Runs tests with probes in the lines of mutants, and reads the notes.
 
         A run that was interrupted goes on with the folder of tests in which it was.
 
         Args:
             files: paths of test files from the root of the checkout.
+            mutants: of the code; one that is gone from it has no tests.
             markers: of the tests, an expression of pytest.
         """
         by_folder: defaultdict[str, list[str]] = defaultdict(list)
         for file in sorted(files):
             by_folder["/".join(file.split("/")[:-1][:2])].append(file)
-        customised = self.code / "sitecustomize.py"
-        customised.write_text(_PROCESS)
+        package = self.code / "qkv"
+        here = [
+            m for m in mutants if (path := package / m.file).exists() and m.place(path.read_text())
+        ]
+        add_probes(package, [(mutants.index(mutant), mutant) for mutant in here])
         for folder, its_files in by_folder.items():
-            lines = self._lines / folder.replace("/", ".")
-            if not (lines / "whole").exists():
-                shutil.rmtree(lines, ignore_errors=True)
-                lines.mkdir(parents=True)
-                words = ["-n", "2", "--dist", "loadfile", "-m", markers, "--lines", str(lines)]
-                words += ["--of", str(self.code / "qkv"), "--noted", str(lines / "tests.jsonl")]
+            noted = self._notes / "lines" / folder.replace("/", ".")
+            if not (noted / "whole").exists():
+                shutil.rmtree(noted, ignore_errors=True)
+                noted.mkdir(parents=True)
+                words = ["-n", "2", "--dist", "loadfile", "-m", markers, "--noted", str(noted)]
                 self._start(*words, *its_files).wait()
-                (lines / "whole").touch()
-        customised.unlink()
-        self._read_outcomes()
+                (noted / "whole").touch()
+        self._copy_code(self._notes / "service")
+        for noted in sorted(self._notes.glob("lines/*/*.jsonl")):
+            runs = Runs(read_notes(noted))
+            self.seconds |= runs.seconds
+            for number, tests in runs.of_lines(noted.with_suffix(".hits")).items():
+                self._tests[mutants[number]] |= tests
 
-    def _read_outcomes(self) -> None:
-        outcomes: defaultdict[str, set[str]] = defaultdict(set)
-        seconds: Counter[str] = Counter()
-        for note in self._traced("tests.jsonl"):
-            if note["event"] != "start":
-                outcomes[note["test"]].add(note["outcome"])
-                seconds[note["test"]] += note["seconds"]
-        self.seconds = {name: seconds[name] for name in outcomes if outcomes[name] == {"passed"}}
-        self.failed = [name for name, found in outcomes.items() if "failed" in found]
-
-    def _traced(self, pattern: str) -> Iterator[dict[str, Any]]:
-        for file in self._lines.glob(f"*/{pattern}"):
-            yield from read_notes(file)
-
-    @cached_property
-    def _sharing(self) -> dict[str, set[str]]:
-        """The tests that use the same shared processes as a test."""
-        shared = {note["test"]: set(note["shared"]) for note in self._traced("shared.*.jsonl")}
-        by_fixture: defaultdict[str, set[str]] = defaultdict(set)
-        for test, fixtures in shared.items():
-            for fixture in fixtures:
-                by_fixture[fixture].add(test)
-        return {
-            test: set().union(*(by_fixture[fixture] for fixture in fixtures))
-            for test, fixtures in shared.items()
-        }
-
-    @cache  # noqa: B019 - one suite for each process
-    def tests_of_lines(self, file: str) -> dict[int, set[str]]:
-        """Returns the tests that execute each line of a file, here or in a process.
-
-        The lines of a process that tests share have all these tests: it executed them for the
-        first one, or for any other.
-        """
-        from coverage import CoverageData
-
-        tests: defaultdict[int, set[str]] = defaultdict(set)
-        path = str(self.code / "qkv" / file)
-        for part in [*self._lines.glob("*/lines.*"), *self._lines.glob("*/processes.*")]:
-            if part.suffix == ".ini":
-                continue
-            data = CoverageData(part)
-            data.read()
-            is_process = part.name.startswith("processes.")
-            for line, contexts in data.contexts_by_lineno(path).items():
-                for test in contexts:
-                    tests[line] |= self._sharing.get(test, {test}) if is_process else {test}
-        return tests
-
-    def choose(self, mutant: Mutant, place: int) -> list[str]:
-        """Returns all tests of the mutant's lines: those of its folder first, quick ones first.
+    def choose(self, mutant: Mutant) -> list[str]:
+        """Returns the tests of a mutant's lines: those of its folder first, quick ones first.
 
         A line outside functions runs once, at import: it has the tests of all functions of its
         file, and those of its folder.
         """
-        executed = self.tests_of_lines(mutant.file)
-        rows = set(range(place, place + len(mutant.lines)))
-        of_functions = function_lines((self.code / "qkv" / mutant.file).read_text())
-        is_imported = not rows & of_functions
-        names = set().union(*(executed.get(r, ()) for r in (of_functions if is_imported else rows)))
-        folder = self._folder_of(mutant.file)
-        if is_imported:
+        names, folder = set(self._tests[mutant]), self._folder_of(mutant.file)
+        if is_imported(mutant, (self.code / "qkv" / mutant.file).read_text()):
             names |= {name for name in self.seconds if name.startswith(folder)}
         return self._order(names, folder)
 
@@ -206,8 +147,9 @@ class Suite:
 
     def run_words(self, words: list[str], limit_s: float) -> Outcome:
         """Runs the tests that words of pytest's command line select, as `run` does."""
-        noted = self._notes / "run.jsonl"
-        noted.unlink(missing_ok=True)
+        noted = self._notes / "run"
+        shutil.rmtree(noted, ignore_errors=True)
+        noted.mkdir()
         start = time.monotonic()
         process = self._start("-n", "0", "-x", "--noted", str(noted), *words)
         try:
@@ -216,7 +158,7 @@ class Suite:
             code = None
         finally:
             _kill_group(process)
-        status, test = self._status(code, read_notes(noted))
+        status, test = self._status(code, read_notes(noted / ".jsonl"))
         return Outcome(status, test, time.monotonic() - start)
 
     def _status(self, code: int | None, notes: list[dict[str, Any]]) -> tuple[str, str]:
@@ -255,12 +197,6 @@ class Suite:
                 stderr=log,
                 start_new_session=True,
             )
-
-
-def read_notes(file: Path) -> list[dict[str, Any]]:
-    """Returns the notes of a file. The last line of a process that was killed may be a part."""
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

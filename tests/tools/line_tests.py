@@ -1,4 +1,4 @@
-"""A pytest plugin for `tests/tools/mutants.py`: notes the lines of each test, or runs some tests.
+"""A pytest plugin for `tests/tools/mutants.py`: notes when each test runs, or runs some tests.
 
 It imports nothing of this repository, because it also runs in the suite of another checkout.
 """
@@ -13,52 +13,11 @@ from typing import Any
 
 import pytest
 
-_SHARED = ("shared_process", "service_process", "cluster", "haproxy", "installed", "copied_package")
-"""Fixtures that start processes which several tests use."""
-
-# A process that a test starts has the test as its context. Forks and `os._exit` are patched,
-# because workers are forked, and some end with it.
-_CONFIG = """[run]
-data_file = {lines}/processes
-parallel = true
-include = {of}/*
-context = ${{JUDGED_TEST}}
-sigterm = true
-patch = fork, _exit
-disable_warnings = no-data-collected, module-not-measured, module-not-imported, trace-changed
-"""
-_VARIABLES = ("COVERAGE_PROCESS_START", "JUDGED_TEST")
-
-_tracing: list[Any] = []
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options that `mutants.py` passes."""
     parser.addoption("--chosen", help="a JSON list of ids: run these tests, in this order")
-    parser.addoption("--noted", help="file for the start and the end of each test")
-    parser.addoption("--lines", help="folder for the executed lines, with the tests as contexts")
-    parser.addoption("--of", help="trace the files below this folder")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Starts coverage, before conftest.py imports the package."""
-    options = early_config.known_args_namespace
-    if options.lines:
-        import coverage
-
-        traced = coverage.Coverage(
-            Path(options.lines, "lines"),
-            data_suffix=True,  # each process of xdist has a file
-            config_file=False,
-            include=[f"{options.of}/*"],
-            messages=False,
-        )
-        traced.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured"])
-        traced.start()
-        _tracing.append(traced)
-        config = Path(options.lines, "processes.ini")
-        config.write_text(_CONFIG.format(lines=options.lines, of=options.of))
+    parser.addoption("--noted", help="folder for the times of each test, and of lines with probes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -69,38 +28,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [found[name] for name in ids if name in found]
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    """Attributes lines to the test, with its fixtures, here and in processes that it starts."""
-    if not _tracing:
-        return (yield)
-    lines = item.config.option.lines
-    shared = [name for name in _SHARED if name in getattr(item, "fixturenames", ())]
-    if shared:
-        with open(Path(lines, f"shared.{os.getpid()}.jsonl"), "a") as file:
-            file.write(json.dumps({"test": item.nodeid, "shared": shared}) + "\n")
-    os.environ |= dict(zip(_VARIABLES, (f"{lines}/processes.ini", item.nodeid), strict=True))
-    _tracing[0].switch_context(item.nodeid)
-    try:
-        return (yield)
-    finally:
-        _tracing[0].switch_context("")
-        for name in _VARIABLES:
-            os.environ.pop(name, None)
-
-
 class _Notes:
-    """Writes a line for each event. Under xdist the process that starts the others writes."""
+    """Writes a line for each event of a test, in each process that runs tests."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: Path) -> None:
         self._file = file
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._write(test=nodeid, event="start", at=time.time())
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        self._write(test=item.nodeid, event="start", at=time.time(), shared=_shared(item))
+        return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._write(
-            test=report.nodeid, event=report.when, outcome=report.outcome, seconds=report.duration
+            test=report.nodeid,
+            event=report.when,
+            at=time.time(),
+            outcome=report.outcome,
+            seconds=report.duration,
         )
 
     def _write(self, **words: Any) -> None:
@@ -108,15 +53,19 @@ class _Notes:
             file.write(json.dumps(words) + "\n")
 
 
+def _shared(item: pytest.Item) -> list[str]:
+    """Returns the fixtures of a test that other tests use too, without those of all tests."""
+    definitions = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 - no public name
+    return [
+        f"{definition.baseid}::{name}"
+        for name, (*_, definition) in definitions.items()
+        if definition.scope != "function" and not name.startswith("_")
+    ]
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Starts the notes."""
-    if config.option.noted and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Notes(config.option.noted))
-
-
-def pytest_unconfigure() -> None:
-    """Saves the executed lines."""
-    while _tracing:
-        traced = _tracing.pop()
-        traced.stop()
-        traced.save()
+    """Starts the notes, and lets the probes of this process and of those that it starts note."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if config.option.noted and (worker or not config.getvalue("numprocesses")):
+        os.environ |= {"JUDGED_HITS": config.option.noted, "JUDGED_PID": str(os.getpid())}
+        config.pluginmanager.register(_Notes(Path(config.option.noted, f"{worker}.jsonl")))

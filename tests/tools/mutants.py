@@ -4,8 +4,7 @@ It draws mutants by seed, of each folder of the package in turn. For each it run
 line, in processes too, until one fails. With --against, a mutant that survives is shown to the
 tests of another checkout that differ from these: what only they notice is a promise that nobody
 holds any more. An interrupted run goes on from its notes, and tries mutants again whose tests did
-not end in time. All of it works on copies of the code. Needs coverage.py, which `make mutants`
-installs beside the notes.
+not end in time. All of it works on copies of the code.
 
     python tests/tools/mutants.py [--count 150] [--seed 59] [--seconds 300] [--against CHECKOUT]
     python tests/tools/mutants.py --planted [WORD ...]
@@ -26,9 +25,10 @@ from pathlib import Path
 from typing import Final
 
 from support.paths import ROOT
-from tools.judged_suite import Outcome, Suite, read_notes
+from tools.judged_suite import Outcome, Suite
 from tools.mutations import Mutant, mutants_of
 from tools.planted_faults import PLANTED
+from tools.runs import read_notes
 
 _SEED: Final = "--hypothesis-seed=0"
 _SERVICE: Final = ROOT / "service"
@@ -74,10 +74,9 @@ def judge(suite: Suite, mutant: Mutant, limit_s: float) -> Outcome:
     """Runs the tests of a mutant. A test that fails without the mutant too is left out."""
     path = suite.code / "qkv" / mutant.file
     original = path.read_text() if path.exists() else ""
-    place = mutant.place(original)
-    if place is None:
+    if mutant.place(original) is None:
         return Outcome("gone")
-    while chosen := suite.choose(mutant, place):
+    while chosen := suite.choose(mutant):
         path.write_text(mutant.apply(original))
         try:
             outcome = suite.run(chosen, limit_s)
@@ -184,20 +183,20 @@ def main() -> None:
         return
     state, tests = options.state.resolve(), ROOT / "tests"
     suite = Suite(tests, state / "tests", _SERVICE, _SEED)
-    suite.trace(test_files(tests), options.markers)
-    print(f"{len(suite.seconds):,} tests pass; left out, because they fail: {suite.failed}")
     listed = state / "mutants.jsonl"
     if not listed.exists():
         drawn = draw(suite.code / "qkv", options.seed, options.count)
         listed.write_text("".join(json.dumps(asdict(mutant)) + "\n" for mutant in drawn))
-    wanted = [Mutant.from_words(words) for words in read_notes(listed)[: options.count]]
+    wanted = [Mutant.from_words(words) for words in read_notes(listed)]
+    suite.trace(test_files(tests), wanted, options.markers)
+    wanted = wanted[: options.count]
     results = judge_all(suite, wanted, state / "tests/results.jsonl", options.seconds)
     print(*report(results, "these tests"), sep="\n", flush=True)
     if options.against:
         missed = [mutant for mutant in wanted if results[mutant].status == "survived"]
         others = options.against.resolve() / "tests"
         old = Suite(others, state / "against", _SERVICE, _SEED)
-        old.trace(changed_files(tests, others), options.markers)
+        old.trace(changed_files(tests, others), missed, options.markers)
         results = judge_all(old, missed, state / "against/results.jsonl", options.seconds)
         print(*report(results, "missed by these, run on the others"), sep="\n")
         for mutant, outcome in results.items():

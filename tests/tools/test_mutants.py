@@ -8,7 +8,7 @@ import pytest
 
 from support.paths import PACKAGE
 from tools.judged_suite import Suite
-from tools.mutations import function_lines, mutants_of
+from tools.mutations import mutants_of
 from tools.planted_faults import PLANTED, PlantedFault
 
 TEXT = '''"""A module with 3 lines."""
@@ -21,6 +21,33 @@ def f(x: Literal[4]) -> Literal[4]:
         raise ValueError("above 8", 9)
     assert x != 10
 '''
+
+CODE = """SIZE = 1
+def f(x):
+    if not x:
+        pass
+    elif x == SIZE:
+        return 8
+    return 9
+def g(x=3):
+    return 7
+"""
+TESTS = """import subprocess
+import sys
+import pytest
+import qkv
+@pytest.fixture(scope="module")
+def seven():
+    return subprocess.check_output([sys.executable, "-c", "import qkv; print(qkv.g())"])
+def test_a():
+    assert qkv.f(1) == 8
+def test_b():
+    assert qkv.f(2) == 9
+def test_c(seven):
+    assert seven == b"7\\n"
+def test_d(seven):
+    assert seven
+"""
 
 
 def _changes(line: str) -> list[str]:
@@ -73,24 +100,31 @@ def test_mutant_is_found_in_code_that_moved() -> None:
     assert last.place("a = 1\n") is None
 
 
-def test_lines_of_functions_are_those_of_their_bodies() -> None:
-    assert function_lines("a = 1\n@b(2)\ndef f(c=3):\n    return c\n") == {4}
-
-
 @pytest.mark.slow
-def test_run_names_the_test_that_fails(tmp_path: Path) -> None:
+def test_tests_of_a_line_are_found_and_the_one_that_fails_is_named(tmp_path: Path) -> None:
     package, tests = tmp_path / "service" / "qkv", tmp_path / "tests"
     package.mkdir(parents=True)
     tests.mkdir()
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    (package / "__init__.py").write_text("SIZE = 1\n")
-    (tests / "test_size.py").write_text(
-        "import qkv\ndef test_b():\n    assert qkv.SIZE == 1\ndef test_a():\n    pass\n"
-    )
-    names = ["tests/test_size.py::test_a", "tests/test_size.py::test_b"]
+    (package / "__init__.py").write_text(CODE)
+    (tests / "test_code.py").write_text(TESTS)
+    mutants = list(mutants_of("__init__.py", CODE))
     suite = Suite(tests, tmp_path / "notes", package.parent)
-    assert suite.run(names, 60).status == "survived"
-    (suite.code / "qkv" / "__init__.py").write_text("SIZE = 2\n")
-    outcome = suite.run(names, 60)
-    assert (outcome.status, outcome.test) == ("killed", names[1])
-    assert suite.run(names[:1], 60).status == "survived"
+    suite.trace(["tests/test_code.py"], mutants)
+    chosen = {mutant: set(suite.choose(mutant)) for mutant in mutants}
+    a, b, c, d = (f"tests/test_code.py::test_{name}" for name in "abcd")
+    of_lines = {mutant.lines[0].strip(): chosen[mutant] for mutant in mutants}
+    assert of_lines == {
+        "SIZE = 1": {a, b, c, d},  # at import
+        "if not x:": {a, b},
+        "elif x == SIZE:": {a, b},
+        "return 8": {a},
+        "return 9": {b},
+        "def g(x=3):": {a, b, c, d},
+        "return 7": {c, d},  # in a process of a fixture that both use
+    }
+    (eight,) = (mutant for mutant in mutants if mutant.changed == ("        return 9",))
+    assert suite.run(suite.choose(eight), 60).status == "survived"
+    (suite.code / "qkv" / "__init__.py").write_text(eight.apply(CODE))
+    outcome = suite.run([b, a], 60)
+    assert (outcome.status, outcome.test) == ("killed", a)
