@@ -80,8 +80,9 @@ def measure_rate(shape: tuple[int, ...], duration_s: float, processes: int, thre
         processes: number of processes.
         threads: threads of each process.
     """
-    # The fork server has imported torch but has no threads, which a fork does not copy.
-    context = multiprocessing.get_context("forkserver")
+    # This process has threads, which a fork does not copy. A process has one fork server: in the
+    # tests of this function, that of the other tests, which has imported other modules.
+    context = multiprocessing.get_context("spawn")
     barrier, rates = context.Barrier(processes), context.Queue()
     arguments = (shape, duration_s, threads, barrier, rates)
     workers = [context.Process(target=_run_calls, args=arguments) for _ in range(processes)]
