@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from support.loaded_checkpoints import minilm_folder
+from support import minilm
 from support.paths import ROOT
 from support.processes import Process
 
@@ -48,7 +48,7 @@ def run(words: Sequence[str], folder: Path, url: str) -> str:
 def test_six_commands_lead_to_a_heat_map(tmp_path: Path, command: Callable[..., Process]) -> None:
     model = tmp_path / "all-MiniLM-L6-v2"
     model.mkdir()
-    for file in minilm_folder().iterdir():
+    for file in minilm.folder().iterdir():
         (model / file.name).symlink_to(file)
     commands = [(kind, text) for kind, text in BLOCKS if kind]
     results = [text for kind, text in BLOCKS if not kind]

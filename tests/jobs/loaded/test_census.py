@@ -11,16 +11,23 @@ import pytest
 from census import known_fields
 from census.census import Case, Outcome, examine, examine_described
 from census.known_variants import YARN
+from transformers import CONFIG_MAPPING
+
+from qkv.jobs.loaded.known_models import KNOWN
 
 # building the models imports transformers, which takes seconds
 pytestmark = pytest.mark.slow
 
 SERVED: Final = (
-    "albert bert bloom clip codegen cohere2 distilbert falcon gemma3 gemma3_text gpt2 gpt_bigcode "
-    "gpt_neox gpt_oss llama llava_onevision mixtral opt paligemma qwen3_moe smollm3 vit whisper "
-    "xlm-roberta"
+    "albert bert bloom clip codegen cohere2 distilbert falcon gemma2 gemma3 gemma3_text gpt2 "
+    "gpt_bigcode gpt_neo gpt_neox gpt_oss llama llava_onevision mistral mixtral olmo2 opt "
+    "paligemma phi3 qwen2 qwen3 qwen3_moe smollm3 vit whisper xlm-roberta"
 )
 _YARN: Final = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_LLAMA3: Final = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
 VARIANTS: Final[tuple[tuple[str, dict[str, Any], str], ...]] = (
     ("bert", {}, "BertLMHeadModel"),
     ("bert", {"is_decoder": True}, "BertLMHeadModel"),
@@ -29,8 +36,13 @@ VARIANTS: Final[tuple[tuple[str, dict[str, Any], str], ...]] = (
     ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": 5}, ""),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ""),
     ("gpt_bigcode", {"multi_query": False}, ""),
+    ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "is_causal": False}, ""),
     ("llama", {"is_causal": False}, ""),
+    ("llama", {"rope_parameters": _LLAMA3}, ""),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, ""),
     ("llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}, ""),
+    ("llama", {"rope_parameters": YARN | {"mscale": None, "mscale_all_dim": 1.3}}, ""),
+    ("llama", {"rope_parameters": YARN | {"factor": None}}, ""),
     ("llama", {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}, ""),
     ("mistral", {"is_causal": False, "sliding_window": 4}, ""),
     ("phi", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, ""),
@@ -111,6 +123,11 @@ def test_answered_type_is_right_or_not_served(model_type: str) -> None:
 
 def test_table_of_fields_is_that_of_transformers() -> None:
     assert known_fields.FILE.read_text() == known_fields.as_text()
+
+
+def test_known_types_are_those_of_transformers() -> None:
+    """A dash and an underscore are not the same."""
+    assert KNOWN.keys() <= set(CONFIG_MAPPING)
 
 
 @pytest.mark.parametrize("model_type", DESCRIBED.split())
