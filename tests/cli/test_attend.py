@@ -94,18 +94,14 @@ def test_local_run_has_the_same_bits_as_the_service(url: str, tmp_path: Path, dt
     )
 
 
-def test_json_output_keeps_the_base64_encoding(url: str, tmp_path: Path) -> None:
+def test_json_output_keeps_the_base64_encoding(tmp_path: Path) -> None:
     source = write_tensors(tmp_path / "in.json", "inputs", tensors(), encoding="base64")
-    for place in TARGETS:
-        stdout_of(
-            "attend", "softmax", source, "-o", tmp_path / "out.json", *target_options(place, url)
-        )
-        outputs = json.loads((tmp_path / "out.json").read_text())["outputs"]
-        assert outputs["output"]["dtype"] == "float32"
+    stdout_of("attend", "softmax", source, "-o", tmp_path / "out.json", "--local")
+    outputs = json.loads((tmp_path / "out.json").read_text())["outputs"]
+    assert outputs["output"]["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("place", TARGETS)
-def test_bfloat16_is_kept_or_stored_exactly(url: str, tmp_path: Path, place: str) -> None:
+def test_bfloat16_is_kept_or_stored_exactly(url: str, tmp_path: Path) -> None:
     inputs: dict[str, Any] = {}
     inputs |= {n: torch.from_numpy(a).bfloat16() for n, a in tensors().items() if a.dtype == "f4"}
     safetensors.torch.save_file(inputs, tmp_path / "in.safetensors")
@@ -114,7 +110,7 @@ def test_bfloat16_is_kept_or_stored_exactly(url: str, tmp_path: Path, place: str
     for suffix in SUFFIXES:
         target = tmp_path / f"out{suffix}"
         words = ("attend", "softmax", tmp_path / "in.safetensors", "-o", target)
-        printed = stdout_of(*words, "--return", "output", *target_options(place, url))
+        printed = stdout_of(*words, "--return", "output", "--local")
         assert ("(bfloat16 as float32)" in printed) == (suffix == ".npz")
         if suffix == ".safetensors":
             out = safetensors.torch.load_file(target)["output"]
@@ -156,17 +152,8 @@ def test_parameters_are_json_or_words(
         flags += ["-p", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     with Client(url) as client:
         run = client.attend("softmax", **tensors(), **parameters)
-    for place in TARGETS:
-        stdout_of(
-            "attend",
-            "softmax",
-            source,
-            "-o",
-            tmp_path / "o.npz",
-            *flags,
-            *target_options(place, url),
-        )
-        assert_same_bits(read_tensors(tmp_path / "o.npz"), run.outputs)
+    stdout_of("attend", "softmax", source, "-o", tmp_path / "o.npz", *flags, "--local")
+    assert_same_bits(read_tensors(tmp_path / "o.npz"), run.outputs)
 
 
 @pytest.mark.parametrize("suffix", [".json", ".safetensors"])
@@ -180,17 +167,8 @@ def test_flags_override_the_fields_of_the_file(url: str, tmp_path: Path, suffix:
     flags = ("-p", "scale=0.25", "--return", "output", "--return", "weights", "--weights", "full")
     with Client(url) as client:
         run = client.attend("softmax", **tensors(), causal=True, scale=0.25)
-    for place in TARGETS:
-        stdout_of(
-            "attend",
-            "softmax",
-            source,
-            "-o",
-            tmp_path / "o.npz",
-            *flags,
-            *target_options(place, url),
-        )
-        assert_same_bits(read_tensors(tmp_path / "o.npz"), run.outputs)
+    stdout_of("attend", "softmax", source, "-o", tmp_path / "o.npz", *flags, "--local")
+    assert_same_bits(read_tensors(tmp_path / "o.npz"), run.outputs)
 
 
 def test_flags_choose_the_written_outputs(source: Path, tmp_path: Path) -> None:
@@ -219,11 +197,8 @@ def weights_v2(dtype: str = "float32", bias: bool = False) -> dict[str, Array]:
     return weights
 
 
-@pytest.mark.parametrize("place", TARGETS)
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_layer_in_a_file_projects_the_inputs(
-    url: str, tmp_path: Path, suffix: str, place: str
-) -> None:
+def test_layer_in_a_file_projects_the_inputs(url: str, tmp_path: Path, suffix: str) -> None:
     x, weights = normal(2, 5, 6), weights_v2(bias=True)
     arrays = {"x": x} | {f"layer.{name}": array for name, array in weights.items()}
     source = write_tensors(tmp_path / f"in{suffix}", "inputs", arrays)
@@ -232,7 +207,7 @@ def test_layer_in_a_file_projects_the_inputs(
         run = client.attend(
             "softmax", x=x, layer={"layout": "v2", "heads": 2, "tensors": weights}, causal=True
         )
-    flags = ("--layout", "v2", "--heads", "2", "-p", "causal=true", *target_options(place, url))
+    flags = ("--layout", "v2", "--heads", "2", "-p", "causal=true", "--local")
     stdout_of("attend", "softmax", source, "-o", target, *flags)
     assert_same_bits(read_tensors(target), run.outputs)
 
@@ -248,11 +223,8 @@ def test_layer_flags_override_the_layer_of_the_file(tmp_path: Path) -> None:
     assert read_tensors(tmp_path / "out.npz")["weights"].shape == (2, 2, 5, 5)
 
 
-@pytest.mark.parametrize("place", TARGETS)
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
-def test_layer_flags_select_a_layer_of_a_model(
-    url: str, tmp_path: Path, suffix: str, place: str
-) -> None:
+def test_layer_flags_select_a_layer_of_a_model(url: str, tmp_path: Path, suffix: str) -> None:
     """The buffers of the model are left out."""
     state = {n: t.numpy() for n, t in llama(num_hidden_layers=2).state_dict().items()}
     state["model.layers.1.self_attn.mask"] = np.ones((2, 2), np.uint8)
@@ -264,7 +236,7 @@ def test_layer_flags_select_a_layer_of_a_model(
     with Client(url) as client:
         run = client.attend("softmax", x=x, layer=layer)
     flags = ("--layout", "auto", "--prefix", prefix, "--heads", "4", "--kv-heads", "2", "--rope",
-             '{"base": 500}', "--alibi", "plain", *target_options(place, url))  # fmt: skip
+             '{"base": 500}', "--alibi", "plain", "--local")  # fmt: skip
     target = tmp_path / "out.npz"
     stdout_of("attend", "softmax", source, "-o", target, *flags)
     assert_same_bits(read_tensors(target), run.outputs)
@@ -273,22 +245,16 @@ def test_layer_flags_select_a_layer_of_a_model(
         assert flag in error_of(tmp_path, *words)
 
 
-@pytest.mark.parametrize("place", TARGETS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("between", SUFFIXES)
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_conversion_there_and_back_keeps_every_bit(
-    url: str, tmp_path: Path, suffix: str, between: str, dtype: str, place: str
-) -> None:
+def test_conversion_there_and_back_keeps_every_bit(tmp_path: Path, suffix: str, dtype: str) -> None:
     weights = weights_v2(dtype)
     fields = {"dtype": dtype} if suffix == ".json" else {}
     v2 = write_tensors(tmp_path / f"v2{suffix}", "tensors", weights, **fields)
-    v1, back = tmp_path / f"v1{between}", tmp_path / f"back{suffix}"
-    printed = stdout_of(
-        "convert", v2, "--from", "v2", "--to", "v1", "-o", v1, *target_options(place, url)
-    )
+    v1, back = tmp_path / f"v1{suffix}", tmp_path / f"back{suffix}"
+    printed = stdout_of("convert", v2, "--from", "v2", "--to", "v1", "-o", v1, "--local")
     assert "differ by" in printed
-    stdout_of("convert", v1, "--from", "v1", "--to", "v2", "-o", back, *target_options(place, url))
+    stdout_of("convert", v1, "--from", "v1", "--to", "v2", "-o", back, "--local")
     assert_same_bits(
         read_tensors(v1, "tensors"),
         {n.removesuffix(".weight"): a.T.copy() for n, a in weights.items()},
@@ -298,11 +264,10 @@ def test_conversion_there_and_back_keeps_every_bit(
         assert all(a.dtype == dtype for a in read_tensors(back, "tensors").values())
 
 
-@pytest.mark.parametrize("place", TARGETS)
-def test_bias_is_refused_or_converted_exactly(url: str, tmp_path: Path, place: str) -> None:
+def test_bias_is_refused_or_converted_exactly(url: str, tmp_path: Path) -> None:
     weights = weights_v2(bias=True)
     v2 = write_tensors(tmp_path / "v2.safetensors", "tensors", weights)
-    words = ("convert", v2, "--from", "v2", "--to", "v1", *target_options(place, url))
+    words = ("convert", v2, "--from", "v2", "--to", "v1", "--local")
     for flags in ((), ("--bias", "refuse")):
         line = error_of(tmp_path, *words, "-o", tmp_path / "v1.npz", *flags)
         assert "(W_query.bias in v2.safetensors)" in line

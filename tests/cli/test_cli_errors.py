@@ -18,7 +18,6 @@ from numpy.lib.format import write_array_header_1_0 as write_header
 
 from support.clients import delays as delays
 from support.commands import (
-    TARGETS,
     error_of,
     normal,
     one_error,
@@ -122,11 +121,6 @@ def test_npz_with_a_header_of_more_than_it_has_is_an_error(tmp_path: Path) -> No
     assert "query.npy is smaller than its shape" in error_of(tmp_path, *words)
 
 
-def test_heads_without_a_layer_are_an_error(source: Path, tmp_path: Path) -> None:
-    words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local", "--heads", "2")
-    assert "layer.layout is missing (--layout)" in error_of(tmp_path, *words)
-
-
 def npz_of(**arrays: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -214,23 +208,22 @@ def test_error_names_the_wrong_flag_as_typed(
     assert "(/" not in line or "W_query" in line  # a pointer is for a field of the file
 
 
-@pytest.mark.parametrize("place", TARGETS)
 @pytest.mark.parametrize(
     ("field", "value"), [("parameters", [1]), ("layer", 3), ("outputs", "word"), ("weights", True)]
 )
 def test_error_has_the_pointer_of_a_wrong_field_in_the_file(
-    url: str, tmp_path: Path, field: str, value: Any, place: str
+    tmp_path: Path, field: str, value: Any
 ) -> None:
     source = write_tensors(tmp_path / "in.safetensors", "inputs", tensors(), **{field: value})
-    words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", *target_options(place, url))
+    words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local")
     assert "(/" in error_of(tmp_path, *words)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "flags"),
     [
-        *(("parameters", v, ("-p", "causal=true")) for v in ([1], "word", 3, None, True)),
-        *(("layer", v, ("--layout", "v2")) for v in ([1], "word", 3, True)),
+        *(("parameters", v, ("-p", "causal=true")) for v in ([1], None)),
+        ("layer", [1], ("--layout", "v2")),
     ],
 )
 def test_flag_does_not_hide_a_wrong_field_of_the_file(
@@ -242,36 +235,22 @@ def test_flag_does_not_hide_a_wrong_field_of_the_file(
     assert "(/" in error_of(tmp_path, *words)
 
 
-@pytest.mark.parametrize("place", TARGETS)
-def test_error_names_the_wrong_tensor_and_its_file(url: str, tmp_path: Path, place: str) -> None:
+def test_error_names_the_wrong_tensor_and_its_file(tmp_path: Path) -> None:
     for change, place_of_error in (
         ({"key": normal(2, 2, 6, 7)}, "(key in in.npz)"),
         ({"extra": normal(2)}, "(extra in in.npz)"),
         ({"mask": normal(4, 4)}, "(mask in in.npz)"),
     ):
         source = write_tensors(tmp_path / "in.npz", "inputs", tensors() | change)
-        words = (
-            "attend",
-            "softmax",
-            source,
-            "-o",
-            tmp_path / "out.npz",
-            *target_options(place, url),
-        )
+        words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local")
         assert place_of_error in error_of(tmp_path, *words)
 
 
-@pytest.mark.parametrize(
-    ("place", "name"),
-    [
-        ("local", "soft"),
-        *(("service", n) for n in ("soft", "softmax?", "softmax#x", "softmax/..", "ä", "a\nb")),
-    ],
-)
-def test_unknown_variant_is_an_error(
-    url: str, source: Path, tmp_path: Path, place: str, name: str
+@pytest.mark.parametrize("name", ["softmax?", "softmax#x", "softmax/..", "ä", "a\nb"])
+def test_name_of_a_variant_is_one_part_of_the_path(
+    url: str, source: Path, tmp_path: Path, name: str
 ) -> None:
-    words = ("attend", name, source, "-o", tmp_path / "out.npz", *target_options(place, url))
+    words = ("attend", name, source, "-o", tmp_path / "out.npz", "--url", url)
     assert error_of(tmp_path, *words)
 
 
@@ -325,14 +304,6 @@ def test_usage_error_is_one_line(source: Path, tmp_path: Path) -> None:
         assert "--help" in line
     assert "--output" in error_of(tmp_path, "attend", "softmax", source)
     assert "atend" in error_of(tmp_path, "atend")
-
-
-def test_response_over_the_limit_of_the_service_is_an_error(
-    serve: Callable[..., Server], source: Path, tmp_path: Path
-) -> None:
-    served = serve(max_response_bytes=100)
-    words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--url", served.url)
-    assert "100" in error_of(tmp_path, *words)
 
 
 @pytest.mark.process

@@ -75,8 +75,7 @@ def test_errors_name_flags_and_files(url: str, tmp_path: Path) -> None:
     assert "check.y is all zeros" in error_of(tmp_path, *words, "--check", zeros)
 
 
-@pytest.mark.parametrize("place", TARGETS)
-def test_layer_of_a_checkpoint_is_read_alone(url: str, tmp_path: Path, place: str) -> None:
+def test_layer_of_a_checkpoint_is_read_alone(tmp_path: Path) -> None:
     """The model is in several files."""
     model = llama(num_hidden_layers=2)
     model.save_pretrained(tmp_path, max_shard_size="10KB")
@@ -86,14 +85,10 @@ def test_layer_of_a_checkpoint_is_read_alone(url: str, tmp_path: Path, place: st
         rotations = model.model.rotary_emb(x, torch.arange(6)[None])
         y = layer_of_model(x, rotations, torch.full((6, 6), -torch.inf).triu(1)[None, None])[0]
     check = write_tensors(tmp_path / "xy.npz", "tensors", {"x": x.numpy(), "y": y.numpy()})
-    words = ("detect", tmp_path, "--check", check, "--json", *target_options(place, url))
+    words = ("detect", tmp_path, "--check", check, "--json", "--local")
     best = json.loads(stdout_of(*words, "--prefix", prefix))["detected"][0]
-    assert (best["layout"], best["heads"], best["kv_heads"], best["causal"]) == (
-        "llama",
-        4,
-        2,
-        True,
-    )
+    found = tuple(best[name] for name in ("layout", "heads", "kv_heads", "causal"))
+    assert found == ("llama", 4, 2, True)
     assert best["error"] < 1e-5
     assert "there are 2 layers" in error_of(tmp_path, *words)
 
