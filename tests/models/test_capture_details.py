@@ -16,19 +16,9 @@ from qkv.models.calls import Calls
 from qkv.models.capture import CaptureWarning
 from qkv.models.interceptor import Interceptor
 from qkv.models.model_call import CallOutput, ModelCall, RunOriginal
+from support.captured_models import Function
 
 F = nn.functional
-
-
-class Function(nn.Module):
-    """A model that calls a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 class Transformers(nn.Module):
@@ -126,6 +116,8 @@ SHAPES = {
     "one head of queries": ((3, 1, 4, 8), (3, 2, 5, 8), (3, 1, 1, 5)),
     "one key for the batch": ((3, 4, 8), (1, 5, 8), (4, 5)),
     "queries without a batch": ((2, 4, 8), (3, 2, 5, 8), (4, 5)),
+    "one head without a batch": ((4, 8), (5, 8), (4, 5)),
+    "a row for all queries": ((2, 3, 4, 8), (1, 3, 5, 8), (5,)),
     "windows": ((3, 4, 2, 5, 8), (3, 4, 2, 5, 8), (4, 1, 5, 5)),
     "windows, one query": ((1, 4, 2, 5, 8), (3, 1, 2, 5, 8), (3, 1, 1, 1, 5)),
 }
@@ -135,17 +127,19 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_axes_that_broadcast_are_captured_and_substituted(name: str, is_bool: bool) -> None:
     query_shape, key_shape, mask_shape = SHAPES[name]
-    query, key, value = tensors(query_shape, key_shape, key_shape)
+    query, key, value = tensors(query_shape, key_shape, (*key_shape[:-1], 6))
     (mask,) = tensors(mask_shape)
     mask = mask < 1 if is_bool else mask
     mask[..., 0] = True if is_bool else 0
     model = Function(F.scaled_dot_product_attention)
-    calls, expected = capture(model, query, key, value, mask)
+    calls, expected = capture(model, query, key, value, mask, scale=0.3)
     (call,) = calls
-    found = F.scaled_dot_product_attention(call.query, call.key, call.value, call.mask)
+    assert (call.scale, call.layer) == (0.3, "")
+    found = F.scaled_dot_product_attention(call.query, call.key, call.value, call.mask, scale=0.3)
     assert_close(found.reshape(expected.shape), expected)
+    assert torch.equal(call.output.reshape(expected.shape), expected)
     with qkv.substitute(model, "softmax"):
-        after = model(query, key, value, mask)
+        after = model(query, key, value, mask, scale=0.3)
     assert after.shape == expected.shape
     assert_close(after, expected)
 

@@ -19,29 +19,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qkv
-from qkv.models.calls import Calls
 from qkv.models.capture import CaptureWarning
+from support.captured_models import capture
 
 M, HEADS = 16, 4
 NOT_RETURNED = "its module did not return the projected outputs of its heads"
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def capture(module: nn.Module, *inputs: Tensor, **options: Any) -> Calls:
-    """Captures a module, which must keep its bits and random numbers."""
-
-    def run() -> tuple[Any, Tensor]:
-        torch.manual_seed(3)
-        return module(*inputs, **options), torch.rand(1)
-
-    expected, number = run()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureWarning)
-        with qkv.capture(module) as calls:
-            found, after = run()
-    for x, y in zip([*expected, number], [*found, after], strict=True):
-        assert (x is y is None) or torch.equal(x.nan_to_num(), y.nan_to_num())
-    return calls
 
 
 def random_module(choose: random.Random, dtype: torch.dtype) -> nn.MultiheadAttention:
@@ -232,14 +215,6 @@ def test_hint_of_causality_that_is_wrong_is_recorded_as_it_acts_or_named(
         merged = output.transpose(1, 2).flatten(2).to(dtype)
         bound = 8 * torch.finfo(dtype).eps
         torch.testing.assert_close(module.out_proj(merged), expected, atol=bound, rtol=0)
-
-
-def test_dropped_weights_prove_nothing() -> None:
-    module = nn.MultiheadAttention(M, HEADS, dropout=0.5, batch_first=True).train()
-    x = torch.randn(2, 5, M)
-    for needs_weights in (True, False):
-        calls = capture(module, x, x, x, need_weights=needs_weights)
-        assert (len(calls), calls.missed, calls[0].dropout) == (1, [], 0.5)
 
 
 def test_forward_of_other_arguments_or_results_keeps_them() -> None:

@@ -107,16 +107,6 @@ def test_rounding_is_no_difference(dtype: torch.dtype, size: float) -> None:
     assert (len(calls), calls.missed) == (1, [])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_calls_of_real_models_are_proved(name: str, dtype: torch.dtype) -> None:
-    model = build(name, "eager", dtype)
-    with qkv.capture(model) as calls:
-        run_model(model, FAMILIES[name].batch(dtype))
-    assert calls.missed == []
-    assert tuple(calls.layers) == FAMILIES[name].layers
-
-
 def test_boolean_mask_that_is_added_is_named() -> None:
     """transformers' mm-grounding-dino adds a mask of truth values to the scores."""
     query, key, value, _ = inputs()

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import qkv
 from qkv.errors import InvalidContent
-from qkv.models.calls import Calls
 from qkv.models.capture import CaptureWarning
-from support.captured_models import WIDTH, PlainAttention, tensors_of
+from support.captured_models import WIDTH, Function, PlainAttention, capture, missed_layers
 
 F = nn.functional
 LENGTH = 7
@@ -57,24 +56,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def capture(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Calls:
-    """Captures a model, which must keep its bits and its random numbers."""
-    torch.manual_seed(0)
-    before, number = tensors_of(model(*inputs, **named)), torch.rand(1)
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureWarning)
-        with qkv.capture(model) as calls:
-            during = tensors_of(model(*inputs, **named))
-    assert torch.equal(torch.rand(1), number)
-    assert all(torch.equal(a, b) for a, b in zip(during, before, strict=True))
-    return calls
-
-
-def missed_layers(calls: Calls) -> list[str]:
-    return [missed.layer for missed in calls.missed]
-
-
 def build(name: str, use_cache: bool = False, **options: Any) -> nn.Module:
     import transformers
 
@@ -108,19 +89,6 @@ def test_attention_of_own_code_with_a_cache_of_keys_is_named() -> None:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_and_routers_mix_no_positions(name: str) -> None:
     assert capture(build(name, **MIXTURES[name]), input_ids=tokens()).missed == []
-
-
-class Function(nn.Module):
-    """A module of one function, with modules that it uses."""
-
-    def __init__(self, function: Callable[..., Tensor], *parts: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns what the function returns."""
-        return self.function(x, *self.parts)
 
 
 def shift(x: Tensor) -> Tensor:

@@ -118,18 +118,24 @@ def test_last_fitting_pattern_counts() -> None:
     assert [row.variant for row in report.rows] == ["linear", "linear", "softmax"]
 
 
-def test_padded_batch_has_the_output_of_each_sequence_alone() -> None:
+@pytest.mark.parametrize("heads", [None, [1]])
+@pytest.mark.parametrize("variant", ["sigmoid", "linear", "taylor", "efficient"])
+def test_padded_batch_has_the_output_of_each_sequence_alone(
+    variant: str, heads: list[int] | None
+) -> None:
+    """`sigmoid` has a default bias of -log S, so it must not count the keys of the padding."""
+    choice: dict[str, Any] = {"variant": variant, "heads": heads}
     model, x = Stack(2), embeddings(B=2, L=7)
     visible = torch.ones(2, 1, 1, 7, dtype=torch.bool)
     visible[0, ..., 5:] = False  # padding at the end
     visible[1, ..., :3] = False  # padding at the start
-    with qkv.substitute(model, "linear") as report:
+    with qkv.substitute(model, choice) as report:
         together = model(x, mask=visible)
         change = report.rows[0].relative_change
         alone = [model(x[:1, :5]), model(x[1:, 3:])]
     assert error(together[:1, :5], alone[0]) < 16 * EPS
     assert error(together[1:, 3:], alone[1]) < 16 * EPS
-    with qkv.substitute(model, "linear") as report:
+    with qkv.substitute(model, choice) as report:
         model(x[:1, :5])
         model(x[1:, 3:])
     assert change == pytest.approx(report.rows[0].relative_change, rel=1e-5)

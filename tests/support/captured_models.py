@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -10,7 +11,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+import qkv
 from qkv.models.attention_call import AttentionCall
+from qkv.models.calls import Calls
+from qkv.models.capture import CaptureWarning
 
 WIDTH: Final = 16
 HEADS: Final = 4
@@ -204,6 +208,39 @@ class PlainAttention(nn.Module):
         split = self.project(x_BLM).unflatten(-1, (2 * HEADS, -1)).transpose(1, 2)
         query, key, value = split.split([HEADS, 2, 2], 1)
         return self.attend(query, key, value).transpose(1, 2).flatten(2)
+
+
+class Function(nn.Module):
+    """A module of one function, with modules that it uses."""
+
+    def __init__(self, function: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(parts)
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Returns what the function returns."""
+        return self.function(*args, *self.parts, **named)
+
+
+def capture(model: nn.Module, *inputs: Any, **named: Any) -> Calls:
+    """Captures a model without a warning; it must keep its bits and its random numbers."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(3)
+        return [*tensors_of(model(*inputs, **named)), torch.rand(1)]
+
+    expected = run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureWarning)
+        with qkv.capture(model) as calls:
+            found = run()
+    assert_same_bits([x.nan_to_num() for x in found], [x.nan_to_num() for x in expected])
+    return calls
+
+
+def missed_layers(calls: Calls) -> list[str]:
+    """Returns the names of the layers that were not captured."""
+    return [missed.layer for missed in calls.missed]
 
 
 def run_model(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
