@@ -10,7 +10,6 @@ import pytest
 from support import small_checkpoints
 from support.small_checkpoints import (
     BERT,
-    GEMMA,
     LLAMA,
     bert_tensors,
     llama_tensors,
@@ -81,12 +80,6 @@ def test_value_that_may_matter_is_refused(
     tmp_path: Path, fields: dict[str, Any], named: str
 ) -> None:
     assert f"got {named}" in problem_of(write(tmp_path / "m", fields))
-
-
-def test_layers_of_other_kinds_are_refused(tmp_path: Path) -> None:
-    config = GEMMA | {"layer_types": ["chunked_attention", "full_attention"]}
-    folder = small_checkpoints.write(tmp_path / "m", llama_tensors(), config)
-    assert 'layer_types is invalid: got "chunked_attention" of layer 0' in problem_of(folder)
 
 
 def test_fields_of_the_files_of_older_models_are_known(tmp_path: Path) -> None:
