@@ -54,7 +54,7 @@ def test_torch_inputs_give_torch_outputs(client: Client, dtype: str) -> None:
     run.output.zero_()
 
 
-@pytest.mark.parametrize("kind", range(20))
+@pytest.mark.parametrize("kind", range(10))
 def test_both_clients_take_numpy_and_torch_of_every_kind(
     client: Client, server: Server, kind: int
 ) -> None:
@@ -169,13 +169,6 @@ def test_other_arrays_give_numpy_outputs(client: Client, kind: Callable[[Array],
     run = client.attend("softmax", **{n: kind(a) for n, a in dense.items()})
     assert type(run.output) is np.ndarray
     assert run.output.tobytes() == client.attend("softmax", **dense).output.tobytes()
-
-
-def test_masks_and_lengths_are_arrays(client: Client) -> None:
-    inputs = numbers() | {"key_lengths": np.array([2, 5]), "mask": np.ones((1, 5), bool)}
-    Case(inputs, outputs=("output", "weights")).check(
-        encoded(client.attend("softmax", **inputs).outputs)
-    )
 
 
 @pytest.mark.parametrize(

@@ -124,13 +124,3 @@ def test_response_that_cannot_be_decompressed_is_an_error_of_httpx(
     reply = json_reply(HTML, kind=EVENTS, content_encoding="gzip")
     with scripted_server(reply) as received, pytest.raises(httpx.DecodingError):
         send(received.url, CALLS[call])
-
-
-@both_clients
-def test_limit_of_a_proxy_is_described(send: Callable[..., Any]) -> None:
-    with (
-        scripted_server(json_reply(HTML, 503, "text/html")) as received,
-        pytest.raises(errors.ServiceUnavailable) as caught,
-    ):
-        send(received.url, CALLS["run"], retries=0)
-    assert "got HTTP 503, text/html, that begins with '<!DOCTYPE" in caught.value.detail

@@ -27,7 +27,7 @@ from qkv import (
     Sweep,
 )
 from support.clients import delays as delays
-from support.processes import TIMEOUT_S, wait_until
+from support.processes import TIMEOUT_S
 from support.scripted_server import (
     Reply,
     drop_connection,
@@ -37,7 +37,6 @@ from support.scripted_server import (
     problem_reply,
     scripted_server,
 )
-from support.service import Server
 from support.sweep_events import (
     CELL_EVENTS,
     CELLS,
@@ -255,7 +254,6 @@ def test_broken_connection_after_the_first_event_is_not_retried(run_sweep: RunSw
     ("line", "status"),
     [
         (problem_reply(422, "invalid-content"), 422),
-        (problem_reply(404, "not-found"), 404),
         (
             event_reply(CELL_EVENTS[0], encode_event("error", {"problem": PROBLEM})),
             413,
@@ -269,8 +267,6 @@ def test_broken_connection_after_the_first_event_is_not_retried(run_sweep: RunSw
         (event_reply(encode_event("error", {})), 400),
         (event_reply(b"event: cell\ndata: {\n\n"), 400),
         (json_reply({"cells": []}), 400),
-        (json_reply(b"<html>", kind="text/html"), 400),
-        (json_reply(b"<html>", 404, kind="text/html"), 400),
     ],
 )
 def test_invalid_response_is_a_qkv_error(run_sweep: RunSweep, line: Reply, status: int) -> None:
@@ -399,27 +395,6 @@ def test_decoding_has_a_curve_for_each_way(url: str, run_sweep: RunSweep) -> Non
     (axes,) = sweep.plot().axes
     assert axes.get_xlabel() == "tokens before the next one"
     assert [text.get_text() for text in axes.get_legend().texts] == [" ".join(w) for w in ways]
-
-
-def test_variant_that_cannot_run_is_a_cell_with_a_problem(serve: Callable[..., Server]) -> None:
-    server = serve(max_scores=300_000)
-    with Client(server.url) as client:
-        sweep = client.sweep(["softmax"], [256, 1024], heads=1, progress=False)
-        measured, failed = sweep
-    assert measured.problem is None
-    assert failed.problem is not None
-    assert failed.problem["status"] == 413
-    assert "does not run" in sweep.table()
-
-
-def test_closed_sweep_stops_in_the_service(server: Server) -> None:
-    """The service does not run the rest of a sweep of minutes."""
-    with Client(server.url) as client:
-        lengths = [16, *range(2048, 4096, 64)]
-        with client.sweep(["softmax"], lengths, repeats=100, progress=False) as sweep:
-            assert next(sweep).length == 16
-        wait_until(lambda: server.queued_count == 0)
-        assert client.attend("softmax", query=QUERY, key=QUERY, value=QUERY).output.shape == (2, 2)
 
 
 def test_sweep_is_plotted(run_sweep: RunSweep) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from qkv import AsyncClient, Client, Run
 from support.known_requests import DTYPES, Array, Case, as_json
@@ -64,17 +63,6 @@ def as_numpy(tensor: torch.Tensor) -> Array:
 
 def encoded(outputs: Any) -> dict[str, Any]:
     return {name: as_json(array, "base64") for name, array in outputs.items()}
-
-
-class Attention(nn.Module):
-    """A torch layer with parameter names that the service accepts."""
-
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.W_query = nn.Linear(5, 6, bias=bias)
-        self.W_key = nn.Linear(5, 6, bias=bias)
-        self.W_value = nn.Linear(5, 6, bias=bias)
 
 
 def attend(**changes: Any) -> Callable[[Client], object]:

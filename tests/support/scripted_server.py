@@ -42,7 +42,7 @@ class ReceivedRequests:
 
 
 @contextlib.contextmanager
-def scripted_server(*replies: Reply) -> Iterator[ReceivedRequests]:
+def scripted_server(*replies: Reply, port: int = 0) -> Iterator[ReceivedRequests]:
     """Sends one reply to each request in turn, the last one to all that follow."""
     received, replies_left = ReceivedRequests(), list(replies)
 
@@ -70,7 +70,7 @@ def scripted_server(*replies: Reply) -> Iterator[ReceivedRequests]:
             if not isinstance(sys.exception(), ConnectionError):
                 super().handle_error(request, client_address)
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", port), Handler)
     received.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
