@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -47,6 +48,18 @@ def address(process: Process) -> tuple[str, int]:
 def child_pids(pid: int) -> list[int]:
     """Returns the ids of the child processes."""
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """Stops processes, so that other workers accept all connections."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def is_alive(pid: int) -> bool:

@@ -10,9 +10,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +34,7 @@ from support.paths import ROOT
 from support.processes import Process, running_command, wait_until
 from support.raw_connection import encode_body, encode_request, random_inputs, raw_client
 from support.service import Server
-from support.service_processes import JSON, PATH, TINY_BODY, child_pids
+from support.service_processes import JSON, PATH, TINY_BODY, child_pids, stopped
 
 INFER: Final = "/v2/models/softmax/infer"
 WORKERS: Final = 3
@@ -342,18 +341,6 @@ def test_client_text_creates_no_series(serve: Callable[..., Server]) -> None:
 # ---------------------------------------------------------------- several processes
 
 
-@contextmanager
-def stopped(pids: list[int]) -> Iterator[None]:
-    """Stops processes, so that other workers accept all connections."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-
-
 def post(url: str, count: int) -> None:
     """Sends requests on `count` new connections, four equal ones each."""
     body, length = encode_body(random_inputs(0))
@@ -374,7 +361,7 @@ def test_every_worker_sums_over_all_processes_and_killed_ones(
     )
     assert value(url, "workers") == value(url, "workers_ready") == WORKERS
     for i, worker in enumerate(workers, start=1):
-        with stopped([pid for pid in workers if pid != worker]):
+        with stopped(*(pid for pid in workers if pid != worker)):
             post(url, i)
             assert value(url, "requests_total", variant="softmax", outcome="ok") == 4 * sum(
                 range(1, i + 1)

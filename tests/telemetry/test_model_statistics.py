@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, Final
 
 import httpx
@@ -23,9 +20,9 @@ from qkv.jobs.job import Job
 from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
-from support.processes import TIMEOUT_S, Process, running_command, wait_until
+from support.processes import TIMEOUT_S, Process, running_command
 from support.service import Server
-from support.service_processes import child_pids, status_of
+from support.service_processes import child_pids, status_of, stopped
 from support.triton_client import (
     infer_inputs,
     raises_inference_error,
@@ -44,16 +41,6 @@ def service_process(_clean_environment: None) -> Iterator[Process]:
     with running_command("serve", "--port", "0", "--workers", str(WORKERS)) as process:
         assert process.url
         yield process
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Stops a process, so that other workers accept all connections."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def each_worker(service_process: Process) -> Iterator[Any]:
@@ -199,38 +186,6 @@ def test_statistics_under_load_count_expired_requests(service_process: Process) 
     }
     assert grown["success"] == 8 * 25 - late
     assert grown["fail"] == late
-
-
-def test_counts_outlive_a_killed_worker(command: Callable[..., Process]) -> None:
-    fresh = command("serve", "--port", "0", "--workers", str(WORKERS))
-    assert fresh.url
-    started_at = time.monotonic()
-    for client in each_worker(fresh):
-        for _ in range(4):
-            client.infer("softmax", infer_inputs(random_inputs()))
-        before = counted(client)
-    assert before["inference_count"] == 4 * WORKERS
-    wait_until(
-        lambda: time.monotonic() - started_at > 1.1
-    )  # a process that exits within its first second is restarted a second later
-    victim = child_pids(fresh.popen.pid)[0]
-    os.kill(victim, signal.SIGKILL)
-    wait_until(
-        lambda: (
-            len(now := child_pids(fresh.popen.pid)) == WORKERS
-            and victim not in now
-            and status_of(fresh.url, "/v2/health/ready") == 200
-        )
-    )
-    for client in each_worker(fresh):
-        assert counted(client)["inference_count"] >= 4 * WORKERS
-        for _ in range(3):
-            client.infer("softmax", infer_inputs(random_inputs()))
-    with triton_client(fresh.url) as client:
-        after = counted(client)
-    assert after["inference_count"] == after["execution_count"] == 7 * WORKERS
-    check_sums(after)
-    assert after["inference_stats"]["success"]["ns"] > before["inference_stats"]["success"]["ns"]
 
 
 def test_expired_request_leaves_the_queue_and_counts_as_failed(
