@@ -1,6 +1,6 @@
 """The part of the tests that `make test` runs, and the rest.
 
-`make test` runs the cheap tests and the representative ones, of each test at most four cases.
+`make test` runs the cheap tests and the representative ones, of each test at most two cases.
 The rest is every other case: no test is in both.
 """
 
@@ -15,7 +15,7 @@ import pytest
 
 PARTS: Final = ("quick", "rest")
 EXPENSIVE: Final = frozenset({"process", "browser", "install", "slow"})
-MAX_CASES: Final = 4
+MAX_CASES: Final = 2
 
 
 def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:
