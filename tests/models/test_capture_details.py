@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,25 +16,9 @@ from qkv.models.calls import Calls
 from qkv.models.capture import CaptureWarning
 from qkv.models.interceptor import Interceptor
 from qkv.models.model_call import CallOutput, ModelCall, RunOriginal
-from support.captured_models import Function
+from support.captured_models import Function, Transformers
 
 F = nn.functional
-
-
-class Transformers(nn.Module):
-    """A module that calls an attention function of transformers, as their models do."""
-
-    is_causal = True
-
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.name, self.function = name, function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.name, self.function)
-        return attend(self, *args, **kwargs)[0]
 
 
 class CrossAttention(Transformers):

@@ -14,7 +14,7 @@ import qkv
 from qkv.errors import InvalidContent
 from qkv.models.calls import Calls
 from qkv.models.capture import CaptureWarning
-from support.captured_models import FAMILIES, PlainAttention, build, run_model
+from support.captured_models import FAMILIES, PlainAttention, Transformers, build, run_model
 
 UNPROVED = "its weights times its values are not what its attention function returned"
 B, H, L, D = 2, 2, 6, 8
@@ -50,25 +50,14 @@ WRONG: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class Eager(nn.Module):
-    """A module that calls an attention function of transformers, as their models do."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # it takes seconds
-
-        self.function, self.functions = function, ALL_ATTENTION_FUNCTIONS
-
-    def forward(self, *args: Any, **options: Any) -> Tensor:
-        def run(_: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, None]:
-            return self.function(*args, **options).transpose(1, 2), None
-
-        output: Tensor = self.functions.get_interface("eager", run)(self, *args, **options)[0]
-        return output
+def eager(function: Callable[..., Tensor]) -> nn.Module:
+    return Transformers(
+        "eager", lambda _, *args, **options: (function(*args, **options).transpose(1, 2), None)
+    )
 
 
 def capture(function: Callable[..., Tensor], *args: Any, **options: Any) -> Calls:
-    model = nn.Sequential(Eager(function))
+    model = nn.Sequential(eager(function))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureWarning)
         with qkv.capture(model, layers=options.pop("layers", None)) as calls:
@@ -147,7 +136,7 @@ def test_call_with_a_substitute_is_proved_by_the_own_output() -> None:
         with qkv.substitute(model, variant), qkv.capture(model) as calls:
             model(x)
         assert (len(calls), calls.missed) == (1, [])
-    wrong = nn.Sequential(Eager(WRONG["no cap"]))
+    wrong = nn.Sequential(eager(WRONG["no cap"]))
     with pytest.warns(CaptureWarning), qkv.substitute(wrong, "linear"), qkv.capture(wrong) as calls:
         wrong[0](*inputs()[:3], None, **OPTIONS)
     assert calls.missed == [("0", UNPROVED)]

@@ -25,10 +25,9 @@ from qkv.models.model_call import Missed
 from support.attention_calls import (
     calls_of,
     head_figures,
-    linear_rows,
     make_call,
     padding_mask,
-    softmax_rows,
+    weights_of_head,
 )
 from support.peak_memory import needs_proc, peaks
 from support.pictures import matrix, panels, row_labels, titles
@@ -69,8 +68,9 @@ def test_figures_are_those_of_each_head_by_definition(causal: bool) -> None:
     found = compare(calls_of(call)).rows
     for head, row in enumerate(found):
         query, key, value = call.query[0, head], call.key[0, head // 2], call.value[0, head // 2]
-        a = softmax_rows(query, key, visible, call.scale)
-        b = linear_rows(query, key, visible)
+        a, b = (
+            weights_of_head(name, query, key, visible, call.scale) for name in ("softmax", "linear")
+        )
         expected = head_figures(a, b, value.numpy())
         assert (row.layer, row.head, row.variant) == ("layer.0", head, "linear")
         assert row.queries == 6

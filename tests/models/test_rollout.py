@@ -15,7 +15,7 @@ from qkv.models import rollout
 from qkv.models.attention_call import AttentionCall
 from qkv.models.calls import Calls
 from qkv.models.model_call import Missed
-from support.attention_calls import calls_of, linear_rows, make_call, padding_mask, softmax_rows
+from support.attention_calls import calls_of, make_call, padding_mask, weights_of_head
 from support.peak_memory import needs_proc, peaks
 
 ROUNDING = 1000 * torch.finfo(torch.float64).eps
@@ -33,11 +33,7 @@ def weights_of(call: AttentionCall, item: int, visible: Tensor, variant: str = "
     found = []
     for head, query in enumerate(call.query[item]):
         key = call.key[item, head // group]
-        rows = (
-            softmax_rows(query, key, visible, call.scale)
-            if variant == "softmax"
-            else linear_rows(query, key, visible)
-        )
+        rows = weights_of_head(variant, query, key, visible, call.scale)
         found.append(torch.from_numpy(rows))
     return torch.stack(found)
 

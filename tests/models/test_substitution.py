@@ -16,6 +16,7 @@ import qkv
 from qkv.attention.variants import linear
 from qkv.models.substitution import SubstituteWarning
 from qkv.models.variants import VariantFunction
+from support.captured_models import CASES, FAMILIES, build, run_model, state_of
 from support.references import reference_of
 from support.service import Server
 
@@ -475,3 +476,31 @@ def test_inner_substitution_counts_where_two_choose_the_same_heads() -> None:
     ):
         found = model(x)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), [case for case in CASES if case[1] != "flex_attention"]
+)
+def test_softmax_for_softmax_changes_nothing_in_models_of_transformers(
+    name: str, implementation: str
+) -> None:
+    family, model = FAMILIES[name], build(name, implementation)
+    before, state = run_model(model, family.batch()), state_of(model)
+    with qkv.substitute(model, "softmax") as report:
+        after = run_model(model, family.batch())
+    assert [row.layer for row in report.rows] == list(family.layers)
+    assert state_of(model) == state
+    assert len(after) == len(before) > 0
+    for one, other in zip(after, before, strict=True):
+        # a few roundings of each of two layers, whose weights have norms of about 1
+        assert float((one - other).norm() / other.norm()) < 32 * EPS
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generation_with_a_cache_is_that_of_the_whole_sequence(name: str) -> None:
+    model = build(name, "sdpa")
+    tokens = FAMILIES[name].batch()["input_ids"]
+    with qkv.substitute(model, "linear"):
+        found = model.generate(tokens, max_new_tokens=4, do_sample=False, use_cache=True)
+        again = model.generate(tokens, max_new_tokens=4, do_sample=False, use_cache=False)
+    assert torch.equal(found, again)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from definitions.linear import linear
+from definitions.softmax import softmax
 from qkv.models.attention_call import AttentionCall
 from qkv.models.calls import Calls
 
@@ -57,20 +59,26 @@ def padding_mask(lengths: Sequence[int], S: int, *, left: bool = False) -> Tenso
     return torch.stack(rows)[:, None, None].expand(-1, -1, S, -1)
 
 
-def softmax_rows(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> np.ndarray:
-    """Returns the weights of one head in plain numpy; the mask is true where a query may attend."""
-    scores = query.numpy() @ key.numpy().T * scale
-    weights = np.where(mask.numpy(), np.exp(scores), 0.0)
-    found: np.ndarray = weights / weights.sum(1, keepdims=True)
-    return found
+def weights_of_head(
+    variant: str, query: Tensor, key: Tensor, visible: Tensor, scale: float
+) -> np.ndarray:
+    """Returns the weights (L, S) of one head of softmax or linear attention, by its definition.
 
-
-def linear_rows(query: Tensor, key: Tensor, mask: Tensor) -> np.ndarray:
-    """Returns the weights of linear attention of one head in plain numpy."""
-    q, k = (np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (query.numpy(), key.numpy()))
-    weights = np.where(mask.numpy(), q @ k.T, 0.0)
-    found: np.ndarray = weights / weights.sum(1, keepdims=True)
-    return found
+    Args:
+        variant: its name.
+        query: (L, D).
+        key: (S, D).
+        visible: (L, S), true where a query may attend; for linear attention all, or causal.
+        scale: of the scores of softmax.
+    """
+    q, k = query.numpy(), key.numpy()
+    if variant == "softmax":
+        found = softmax(q, k, k, visible.numpy(), scale=scale)
+    else:
+        nothing = np.zeros((k.shape[1], k.shape[1] + 1))
+        found = linear(q, k, k, nothing, first=0, causal=not visible.all())
+    weights: np.ndarray = found["weights"]
+    return weights
 
 
 def head_figures(a: np.ndarray, b: np.ndarray, value: np.ndarray) -> dict[str, float]:

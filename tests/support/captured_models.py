@@ -222,6 +222,23 @@ class Function(nn.Module):
         return self.function(*args, *self.parts, **named)
 
 
+class Transformers(nn.Module):
+    """A module that calls an attention function of transformers, as their models do."""
+
+    is_causal = True
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.name, self.function = name, function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the output of the function."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.name, self.function)
+        return attend(self, *args, **kwargs)[0]
+
+
 def capture(model: nn.Module, *inputs: Any, **named: Any) -> Calls:
     """Captures a model without a warning; it must keep its bits and its random numbers."""
 

@@ -296,6 +296,7 @@ def test_gate_beside_the_query_is_named(tmp_path: Path) -> None:
          "'layers.0.self_attn.q_b_proj.weight' (latent attention), expected"),
         (("blocks.0.norm.weight", "blocks.0.attn.Wqkv.weight"),
          "got 'blocks.0.attn.Wqkv.weight' (fused in an order that"),
+        (("lm_head.weight",), "got 'lm_head.weight', expected"),
         (("emb.weight", "b.0.SelfAttention.q.weight",
           "b.0.SelfAttention.relative_attention_bias.weight"), "(relative positions), expected"),
     ],
@@ -363,8 +364,3 @@ def test_names_in_a_file_reach_no_log_line_and_no_label(tmp_path: Path, name: st
 def test_name_of_a_variant_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="linear has the name of a variant"):
         load_checkpoints({"linear": tmp_path}, BYTES)
-
-
-def test_checkpoint_without_attention_is_a_problem(tmp_path: Path) -> None:
-    folder = small_checkpoints.write(tmp_path / "n", {"lm_head.weight": torch.ones(2, 2)}, BERT)
-    assert "has 0 attention layers: got 'lm_head.weight'" in problem_of(folder)
