@@ -140,14 +140,14 @@ def _page(variants: list[Variant]) -> Iterator[str]:
         "input has a gradient, in a state `state.sums` alone. `output` is of the inputs' dtype, "
         "any other output float32, or float64 for float64 inputs. The tensors of a "
         "[state](state.md) are optional inputs, and outputs with the same names and shapes. The "
-        "first [steps](http.md#steps) are the inputs, with zeros for padding.\n"
+        "first [steps](http.md#steps) are the inputs, with zeros for padding. A parameter that a "
+        "variant refuses is an error that says why.\n"
     )
     yield "These parameters mean the same in every variant that names them:\n"
     yield _PARAMETERS
     yield from shared.values()
     for variant in variants:
         yield from _section(variant, shared)
-    yield from _refusals(variants)
 
 
 def _parameter_rows(variant: Variant) -> dict[str, str]:
@@ -175,6 +175,8 @@ def _section(variant: Variant, shared: Mapping[str, str]) -> Iterator[str]:
     own = {n: row for n, row in _parameter_rows(variant).items() if row != shared.get(n)}
     if others := [name for name in _parameter_rows(variant) if name not in own]:
         yield f"| [shared parameters](#shared-names) | {_names(others)} |"
+    if description["refuses"]:
+        yield f"| [refused parameters](#shared-names) | {_names(sorted(description['refuses']))} |"
     if own:
         yield f"\n{_PARAMETERS}"
     yield from own.values()
@@ -205,22 +207,6 @@ def _tensors(variant: Variant) -> dict[str, list[str]]:
         if not name.startswith("state.")
     ]
     return {"inputs": inputs, "optional inputs": optional, "outputs": outputs, "state": state}
-
-
-def _refusals(variants: list[Variant]) -> Iterator[str]:
-    """Yields the section of the parameters that variants refuse, each with the reason."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for variant in variants:
-        for name, reason in catalogue.describe(variant)["refuses"].items():
-            reasons.setdefault((name, reason), []).append(variant.name)
-    yield "\n## Not accepted\n"
-    yield "A variant refuses these parameters with the same reason:\n"
-    yield "| parameter | variant | reason |\n| --- | --- | --- |"
-    grouped: dict[tuple[str, str], list[str]] = {}
-    for (name, reason), names in reasons.items():
-        grouped.setdefault((_names(names), reason), []).append(name)
-    for (refusing, reason), parameters in sorted(grouped.items(), key=lambda each: each[1]):
-        yield f"| {_names(parameters)} | {refusing} | {_cell(reason)} |"
 
 
 def _names(names: Iterable[str]) -> str:

@@ -74,8 +74,8 @@ class Settings(BaseSettings):
         Field(
             ge=1,
             le=65535,
-            description="Port that serves `/metrics` alone, without a key, at the same address. "
-            "By default there is none, and `/metrics` needs a key as other paths do.",
+            description="Port that serves `/metrics` alone, without an API key, at the same "
+            "address. By default there is none, and `/metrics` needs a key as other paths do.",
         ),
     ] = None
     cors_origins: Annotated[
@@ -170,7 +170,11 @@ class Settings(BaseSettings):
         ),
     ] = False
     max_body_bytes: Annotated[
-        int, Field(ge=1, description="Largest request body; a larger one gets 413.")
+        int,
+        Field(
+            ge=1,
+            description="Largest request body, compressed and uncompressed; a larger one gets 413.",
+        ),
     ] = 256 * _MiB
     max_response_bytes: Annotated[
         int, Field(ge=1, description="Largest response in tensor bytes; a larger one gets 413.")
@@ -188,7 +192,7 @@ class Settings(BaseSettings):
         Field(
             ge=1,
             description="Largest number of requests that are queued or being received, per "
-            "process; more get 503, or 429 beyond a key's share.",
+            "process; more get 503, or 429 beyond an API key's share.",
         ),
     ] = 1024
     max_queue_bytes: Annotated[
@@ -196,8 +200,9 @@ class Settings(BaseSettings):
         Field(
             ge=1,
             description="Largest number of bytes of queued tensors, and of bodies that are being "
-            "received or decompressed; more get 503. With a device process, also each "
-            "worker's share of the shared memory for requests and responses.",
+            "received or decompressed; more get 503 or 429. With a device "
+            "process, also each worker's share of the shared memory for requests and "
+            "responses.",
         ),
     ] = 4 * _GiB
     read_timeout_s: Annotated[
@@ -225,7 +230,8 @@ class Settings(BaseSettings):
     max_queue_flops: Annotated[
         int,
         Field(
-            ge=1, description="Largest number of queued floating-point operations; more get 503."
+            ge=1,
+            description="Largest number of queued floating-point operations; more get 503 or 429.",
         ),
     ] = 1 << 50
     request_timeout_s: Annotated[

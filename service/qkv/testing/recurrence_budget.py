@@ -3,7 +3,7 @@
 The written vectors u = T w and the output o = A w are linear in w, and so is the state S = B w. A
 scan over unit vectors beside w gives T, A and B exactly. Whatever a right function rounds is then
 an error of what a token writes, or of what a query reads. docs/accuracy.md derives it, section
-"Gated and delta rules".
+"Recurrences".
 
 - z = |T| |w| + |T_0| |S_0| is the size of the terms of u, and N that of the terms of S: the sum of
   decayed |k| z, with |S_0|. They hold whether a function computes u token by token, by triangular
