@@ -248,9 +248,9 @@ def test_device_process_sweeps(command: Callable[..., Process]) -> None:
 
 def test_documented_example_runs(url: str) -> None:
     page = (ROOT / "docs/http.md").read_text()
-    (line,) = re.findall(r"^curl -N .*/v1/sweep.*$", page, re.MULTILINE)
+    (command,) = re.findall(r"^curl -N .*?^}'$", page, re.MULTILINE | re.DOTALL)
     done = subprocess.run(
-        ["bash", "-c", line.replace("http://127.0.0.1:8000", url).replace("curl ", "curl -sS ")],
+        ["bash", "-c", command.replace("http://127.0.0.1:8000", url).replace("curl ", "curl -sS ")],
         capture_output=True,
         text=True,
         check=True,
