@@ -52,7 +52,8 @@ def _build_families(results: Mapping[Case, LargestErrors], tensor: str) -> Table
             key = case.variant.name, case.family
             largest[key] = max(largest.get(key, 0.0), float(getattr(errors, tensor)))
     rows = [[each, *(largest.get((name, each)) for name in variants())] for each in families]
-    return Table(f"{tensor} by family", ["family", *variants()], rows, digits=_DIGITS)
+    names = [name.replace("_", " ") for name in variants()]  # a header of two lines is narrower
+    return Table(f"{tensor} by family", ["family", *names], rows, digits=_DIGITS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
