@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import qkv
 from qkv.cli.main import main
 from support.commands import stdout_of
 from support.ports import free_port
-from support.processes import TIMEOUT_S, Process, wait_until
+from support.processes import TIMEOUT_S, Process
 from support.service import Server
 
 EXPECTED = [[1.6605, 2.6605], [2.3395, 3.3395]]  # output of the printed curl command
@@ -69,35 +68,6 @@ def test_environment_sets_other_settings_and_sigint_exits_with_0(command: Comman
     assert response.json()["limit"] == 50
     assert served.end(signal.SIGINT) == 0
     assert served.is_serving
-
-
-def test_request_that_is_being_read_at_sigterm_gets_its_response(command: Command) -> None:
-    """The service gets SIGTERM between the head and the body of the request."""
-    served = command("serve", "--port", "0")
-    url = httpx.URL(served.url)
-    assert url.port
-    body = shlex.split(served.lines[-1])[-1].encode()
-    with socket.create_connection((url.host, url.port), TIMEOUT_S) as connection:
-        connection.sendall(
-            b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
-            b"Content-Length: %d\r\n\r\n" % len(body)
-        )
-        assert connection.recv(4096).startswith(b"HTTP/1.1 100 ")
-        served.popen.send_signal(signal.SIGTERM)
-        wait_until(lambda: refuses(url.host, url.port or 0))
-        connection.sendall(body)
-        response = b""
-        while more := connection.recv(4096):
-            response += more
-    assert response.startswith(b"HTTP/1.1 200 ")
-    assert rounded(json.loads(response.partition(b"\r\n\r\n")[2])) == EXPECTED
-    assert served.wait() == 0
-
-
-def refuses(host: str, port: int) -> bool:
-    """True if the port refuses connections."""
-    with socket.socket() as probe:
-        return probe.connect_ex((host, port)) != 0
 
 
 @pytest.mark.parametrize(

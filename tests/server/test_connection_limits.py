@@ -41,17 +41,6 @@ def paused_event_loop(server: Server) -> Iterator[None]:
         resume.set()
 
 
-def test_requests_that_are_read_together_have_their_own_responses(server: Server) -> None:
-    every = [random_inputs(seed) for seed in range(6)]
-    with ExitStack() as stack:
-        callers = [stack.enter_context(raw_client(server)) for _ in every]
-        for _ in range(2):
-            with paused_event_loop(server):
-                for caller, arrays in zip(callers, every, strict=True):
-                    caller.send(encode_request(*encode_body(arrays)))
-            assert [c.read_response()[2] for c in callers] == [output_alone(a) for a in every]
-
-
 def test_response_that_cannot_be_written_breaks_no_other_connection(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def test_silent_client_gets_408(short_read_timeout: Server) -> None:
         found = [[status for status, *_ in read_responses(each)] for each in opened]
     assert time.monotonic() - started_at > 0.5  # a slow machine can only add to it
     assert found == [*expected.values()]
+    wait_until(lambda: short_read_timeout.runtime.worker.shared_state.in_flight == 0)
 
 
 @pytest.mark.slow
@@ -84,30 +85,6 @@ def test_trickling_client_gets_408(short_read_timeout: Server, head: bytes) -> N
     assert received.startswith(b"HTTP/1.1 408 ")
 
 
-def test_incomplete_request_after_complete_ones_gets_408(short_read_timeout: Server) -> None:
-    worker = short_read_timeout.runtime.worker
-    request = encode_request(*encode_body(random_inputs(0)))
-    with open_connection(short_read_timeout) as connection:
-        connection.sendall(request * 3 + request[:-100])
-        assert [status for status, *_ in read_responses(connection)] == [200, 200, 200, 408]
-    wait_until(lambda: worker.shared_state.in_flight == 0)
-
-
-@pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 1024, 32)])
-def test_incomplete_directly_received_body_gets_408(
-    short_read_timeout: Server, shape: tuple[int, ...]
-) -> None:
-    worker = short_read_timeout.runtime.worker
-    request = encode_request(*encode_body(random_inputs(0, shape)))
-    with raw_client(short_read_timeout) as caller:
-        for _ in range(3):
-            caller.send(request)
-            caller.read_response()
-        caller.send(request[:-100])
-        assert [status for status, *_ in read_responses(caller.socket)] == [408]
-    wait_until(lambda: worker.shared_state.in_flight == 0)
-
-
 @pytest.mark.slow
 def test_pauses_below_the_read_timeout_are_allowed(short_read_timeout: Server) -> None:
     body, length = encode_body(random_inputs(0))
@@ -121,12 +98,9 @@ def test_pauses_below_the_read_timeout_are_allowed(short_read_timeout: Server) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(1, 8, 128, 64), (1, 4, 256, 128)])
-def test_slow_upload_with_progress_gets_its_response(
-    short_read_timeout: Server, shape: tuple[int, ...]
-) -> None:
+def test_slow_upload_with_progress_gets_its_response(short_read_timeout: Server) -> None:
     """A body takes longer than the read timeout, but each 64 KiB of it arrives in time."""
-    request = encode_request(*encode_body(random_inputs(0, shape)))
+    request = encode_request(*encode_body(random_inputs(0, (1, 8, 128, 64))))
     with raw_client(short_read_timeout) as caller:
         for _ in range(2):
             for i in range(0, len(request), 100_000):

@@ -119,24 +119,6 @@ def test_slow_readers_delay_no_other_request(server: Server) -> None:
             }
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_slow_senders_delay_no_other_request(server: Server, size: str) -> None:
-    """Twenty bodies arrive in pieces at the same time while other requests are served."""
-    headers, body = request_of(size)
-    right, small = output(server.http, size), output(server.http, "small")
-    whole = head(headers, body) + body
-    step = -(-len(whole) // 30)
-    with ExitStack() as stack:
-        slow = [connected(server, stack) for _ in range(20)]
-        for start in range(0, len(whole), step):
-            for connection in slow:
-                connection.sendall(whole[start : start + step])
-            assert output(server.http, "small") == small
-        for connection in slow:
-            found = safetensors.decode(read(connection), "outputs").tensors
-            assert bytes(found["output"].data) == right
-
-
 def test_stalled_connections_delay_no_other_request(server: Server) -> None:
     """Three hundred connections stay open with no request or an incomplete one."""
     headers, body = request_of("large")
