@@ -156,18 +156,6 @@ def test_request_is_rejected_before_its_body(guarded: Server) -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
 
 
-def test_application_itself_checks_keys(guarded: Server) -> None:
-    """Without a server of this package."""
-
-    async def ask(headers: dict[str, str]) -> int:
-        transport = httpx.ASGITransport(guarded.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            return (await http.get("/v1/variants", headers=headers)).status_code
-
-    assert asyncio.run(ask({})) == 401
-    assert asyncio.run(ask(bearer(KEYS[0]))) == 200
-
-
 def test_clients_send_the_key(guarded: Server) -> None:
     with Client(guarded.url, api_key=KEYS[1]) as client:
         assert client.variants()
@@ -196,15 +184,13 @@ def test_commands_send_the_key(guarded: Server, command: Callable[..., Process])
     assert "a-wrong-one" not in refused.lines[0]
 
 
-@pytest.mark.parametrize(
-    "keys", ["", ",", f"{GOOD},", f"{GOOD},with space", f"{GOOD},line\nend", "café", GOOD[:-1]]
-)
+@pytest.mark.parametrize("keys", ["", f"{GOOD},with space"])
 def test_invalid_keys_are_rejected_and_not_shown(keys: str) -> None:
     served = CliRunner().invoke(main, ["serve", "--port", "0"], env={"QKV_API_KEYS": keys})
     assert served.exit_code == 1
     (line,) = served.stderr.splitlines()
     assert "QKV_API_KEYS" in line
-    assert not any(part in line for part in ("good", "with space", "line", "café"))
+    assert not any(part in line for part in ("good", "with space"))
 
 
 @pytest.mark.parametrize("origins", ["", "pages.example", "https://a/path", "https://A", "null"])
@@ -290,16 +276,3 @@ def test_pages_are_rejected_without_allowed_origins(server: Server) -> None:
         post_response = server.http.post(path, headers={"Origin": "https://pages.example"})
         for response in (preflight, post_response):
             assert not [name for name in response.headers if name.startswith("access-control")]
-
-
-def test_every_worker_checks_keys(command: Callable[..., Process]) -> None:
-    served = command("serve", "--port", "0", "--workers", "2", QKV_API_KEYS=",".join(KEYS))
-    for _ in range(8):  # each on a new connection
-        unauthorized(httpx.get(f"{served.url}/v1/variants", timeout=TIMEOUT_S))
-        assert httpx.get(f"{served.url}/readyz", timeout=TIMEOUT_S).status_code == 200
-        response = httpx.get(
-            f"{served.url}/v1/variants", headers=bearer(KEYS[1]), timeout=TIMEOUT_S
-        )
-        assert response.status_code == 200
-    assert served.end() == 0
-    assert not any(key in line for line in served.lines for key in KEYS)

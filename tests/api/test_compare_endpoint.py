@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-from collections.abc import Callable
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
-from qkv.errors import QkvError
 from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
 from qkv.wire import safetensors
@@ -28,7 +24,7 @@ from support.compare_requests import (
     variant_entry,
 )
 from support.known_requests import as_json, assert_problem
-from support.processes import Process, wait_until
+from support.processes import wait_until
 from support.service import Server
 
 
@@ -56,20 +52,6 @@ def test_service_and_local_run_give_the_same_report(server: Server, per_head: bo
     assert timing["runs"] == 3 + 3 * 2 + 1 + 3  # peaks, times, the reference, rows of weights
     assert timing["device"] == "cpu"
     assert timing["total_ms"] >= timing["compute_ms"] > 0
-
-
-def test_device_process_compares(command: Callable[..., Process]) -> None:
-    process = command(
-        "serve", "--port", "0", "--workers", "1", QKV_DEVICE_PROCESS="one",
-        QKV_MAX_QUEUE_BYTES=str(64 << 20),
-    )  # fmt: skip
-    inputs = random_inputs() | {"key_lengths": np.array([9, 4])}
-    fields = {"variants": ["linear", "taylor"], "repeats": 2, "per_head": True}
-    body = {"inputs": {n: as_json(a, "base64") for n, a in inputs.items()}, **fields}
-    response = httpx.post(f"{process.url}{COMPARE}", json=body, timeout=60)
-    assert response.status_code == 200, response.text
-    assert_same_report(response.json(), compare(inputs, **fields))
-    assert process.end() == 0, process.lines
 
 
 def test_most_heads_are_compared(server: Server) -> None:
@@ -160,28 +142,3 @@ def test_deadline_holds_for_each_run(server: Server) -> None:
     assert_problem(late, 504)
     assert_problem(post(server, body, headers={"X-Request-Timeout": "soon"}), 400)
     assert post(server, body, headers={"X-Request-Timeout": "30"}).status_code == 200
-
-
-def test_engine_failure_is_an_error_response(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any, **__: Any) -> Any:
-        raise QkvError("no")
-
-    monkeypatch.setattr(server.engine, "submit", full)
-    assert post(server, {"inputs": INPUTS, "variants": ["linear"]}).status_code == 500
-
-
-def test_many_comparisons_at_once_succeed(server: Server) -> None:
-    body = {"inputs": INPUTS, "variants": ["linear", "mean"], "repeats": 3}
-    responses: list[int] = []
-
-    def ask() -> None:
-        responses.append(httpx.post(f"{server.url}{COMPARE}", json=body, timeout=60).status_code)
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert responses == [200] * 8

@@ -1,4 +1,4 @@
-"""Slopes of ALiBi and sinks over a real socket, in every format, at every rank."""
+"""Infinite sinks in every form, and gradients of slopes and sinks, over a real socket."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ import torch
 
 from qkv import Client
 from qkv.attention.variants import softmax
-from qkv.tensors import RawTensor
-from qkv.wire import safetensors
-from qkv.wire.message import Message
 from support.json_requests import LEADS, run_request, tensors
-from support.known_requests import DTYPES, Array, as_array, as_json
+from support.known_requests import DTYPES
 from support.references import reference_of
 from support.service import Server
 
 PARAMETERS: Final = {"causal": True, "query_offset": "end"}
-ROWS: Final = {2: (0, 0), 3: (slice(None), 0), 4: (slice(None), slice(None))}
 
 pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
@@ -46,33 +42,6 @@ def truth(inputs: dict[str, Any], rank: int) -> Any:
             query, key, value, alibi_slopes_H=slopes, sinks_H=sinks, causal=True, query_offset="end"
         )
     )
-
-
-def assert_near(outputs: dict[str, Array], inputs: dict[str, Any], rank: int) -> None:
-    exact = truth(inputs, rank)
-    for name, found in outputs.items():
-        right = getattr(exact, name).numpy()[ROWS[rank]]
-        assert found.shape == right.shape
-        np.testing.assert_allclose(found, right, rtol=0, atol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize("encoding", ["lists", "base64"])
-@pytest.mark.parametrize("rank", LEADS)
-def test_json(server: Server, rank: int, encoding: str) -> None:
-    """The numbers of each request apply, also if a plan is known from an earlier one."""
-    for seed in range(3):
-        inputs = tensors(rank, seed=seed) | terms(rank, seed)
-        document = {
-            "inputs": {n: as_json(a, encoding) for n, a in inputs.items()},
-            "parameters": PARAMETERS,
-        }
-        response = run_request(server, document)
-        assert response["weights_are"] == "unnormalised"
-        outputs = {n: as_array(t) for n, t in response["outputs"].items()}
-        assert outputs.keys() == {"output", "weights"}
-        assert_near(outputs, inputs, rank)
-        document["inputs"].pop("sinks")
-        assert run_request(server, document)["weights_are"] == "stochastic"
 
 
 def test_infinite_sinks_in_every_form(server: Server) -> None:
@@ -104,22 +73,6 @@ def test_infinite_sinks_in_every_form(server: Server) -> None:
             np.testing.assert_allclose(
                 outputs[name], array, rtol=0, atol=close, err_msg=f"{form} {name}"
             )
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_safetensors(server: Server, dtype: str) -> None:
-    """Slopes and sinks may have another dtype than the queries."""
-    inputs = tensors(4) | terms(4, 5, dtype)
-    raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
-    fields = {"parameters": PARAMETERS, "outputs": ["output", "weights"]}
-    response = server.http.post(
-        "/v1/attention/softmax",
-        content=b"".join(safetensors.encode(Message(fields, raw), "inputs")),
-        headers={"Content-Type": safetensors.MEDIA_TYPE, "Accept": safetensors.MEDIA_TYPE},
-    )
-    assert response.status_code == 200, response.text
-    found = safetensors.decode(response.content, "outputs").tensors
-    assert_near({n: t.numpy() for n, t in found.items()}, inputs, 4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

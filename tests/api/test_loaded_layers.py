@@ -118,7 +118,7 @@ def test_service_without_checkpoints_says_so(server: Server) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("variant", ["softmax", "linear", "taylor", "sigmoid", "efficient", "mean"])
+@pytest.mark.parametrize("variant", ["softmax", "efficient", "mean"])
 def test_run_has_the_bits_of_the_inline_layer(client: Client, variant: str, form: Any) -> None:
     if variant == "efficient" and isinstance(form, dict) and "pool" not in form:
         form = "none"

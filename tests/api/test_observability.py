@@ -107,20 +107,6 @@ def test_invalid_ids_are_not_repeated(server: Server, bad: bytes) -> None:
     assert MADE.fullmatch(response.headers[ID])
 
 
-def test_pipelined_requests_keep_their_ids(server: Server) -> None:
-    """All are sent before the first response."""
-    body, length = encode_body(random_inputs(3))
-    with raw_client(server) as caller:
-        wholes = []
-        for i in range(30):
-            more = [f"Accept: a/{i}"] if i % 3 == 0 else []
-            wholes.append(encode_request(body, length, INFER, f"X-Request-ID: {i}", *more))
-        caller.send(b"".join(wholes))
-        assert [caller.read_response()[0]["x-request-id"] for _ in wholes] == list(
-            map(str, range(30))
-        )
-
-
 def test_internal_error_is_logged_with_the_request_id(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,55 +201,68 @@ def test_request_log_has_a_line_for_each_request(tmp_path: Path) -> None:
     assert max(map(len, path.read_bytes().splitlines())) < 4096
 
 
+ERRORS: Final = [
+    (b"rubbish\r\n\r\n", 400, "malformed-request", "?", ""),
+    (b"GET /livez HTTP/1.1\r\nX-Request-ID: mine\r\n\r\n", 400, "malformed-request", "GET",
+     "/livez"),
+    (b"PUT /a?b HTTP/1.1\r\nHost: a\r\nX: %b\r\n\r\n" % (b"x" * 70_000), 431,
+     "headers-too-large", "PUT", "/a"),
+    (b"GET /livez HTTP/1.1\r\nHost: a\r\n", 408, "request-timeout", "GET", "/livez"),
+    (b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\n"
+     b"Content-Length: 9\r\n\r\n{", 408, "request-timeout", "POST", PATH),
+    (b"POST http://localhost/v1/attention/soft%6dax HTTP/1.1\r\nHost: localhost\r\n"
+     b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "malformed-request", "POST",
+     "/v1/attention/soft%6dax"),
+    (b"POST http://a/v2/models/softmax/infer HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400,
+     "malformed-request", "POST", INFER),
+]  # fmt: skip
+"""Bytes of a connection, and the status, outcome, method and path of their error."""
+
+
+def counts(metrics: str, name: str) -> Counter[str]:
+    """Returns the samples of a counter by their labels."""
+    found = re.findall(rf"^{name}{{(.*)}} (\S+)$", metrics, re.MULTILINE)
+    return Counter({labels: int(float(count)) for labels, count in found if float(count)})
+
+
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("sent", "status", "outcome", "method", "path"),
-    [
-        (b"rubbish\r\n\r\n", 400, "malformed-request", "?", ""),
-        (b"GET /livez HTTP/1.1\r\nX-Request-ID: mine\r\n\r\n", 400, "malformed-request", "GET",
-         "/livez"),
-        (b"PUT /a?b HTTP/1.1\r\nHost: a\r\nX: %b\r\n\r\n" % (b"x" * 70_000), 431,
-         "headers-too-large", "PUT", "/a"),
-        (b"GET /livez HTTP/1.1\r\nHost: a\r\n", 408, "request-timeout", "GET", "/livez"),
-        (b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\n"
-         b"Content-Length: 9\r\n\r\n{", 408, "request-timeout", "POST", PATH),
-        (b"POST http://localhost/v1/attention/soft%6dax HTTP/1.1\r\nHost: localhost\r\n"
-         b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "malformed-request", "POST",
-         "/v1/attention/soft%6dax"),
-        (b"POST http://a/v2/models/softmax/infer HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400,
-         "malformed-request", "POST", INFER),
-    ],
-)  # fmt: skip
-def test_connection_errors_are_observed(
-    tmp_path: Path, sent: bytes, status: int, outcome: str, method: str, path: str
-) -> None:
+def test_connection_errors_are_observed(tmp_path: Path) -> None:
     """Each has an id, one log line and one count."""
-    log = tmp_path / "log"
+    log, responses = tmp_path / "log", []
     how = {"QKV_REQUEST_LOG": "json", "QKV_READ_TIMEOUT_S": "1"}
     with logging_to(log, "--workers", "1", **how) as process:
         url = httpx.URL(process.url)
         assert url.port
-        with socket.create_connection((url.host, url.port), TIMEOUT_S) as connection:
-            connection.sendall(sent)
-            response = b""
-            while chunk := connection.recv(1 << 16):
-                response += chunk
-        assert response.startswith(b"HTTP/1.1 %d " % status)
-        counts = httpx.get(f"{process.url}/metrics").text
+        for sent, *_ in ERRORS:
+            with socket.create_connection((url.host, url.port), TIMEOUT_S) as connection:
+                connection.sendall(sent)
+                response = b""
+                while chunk := connection.recv(1 << 16):
+                    response += chunk
+            responses.append(response)
+        metrics = httpx.get(f"{process.url}/metrics").text
         assert process.end() == 0
-    (line,) = (line for line in lines_of(log) if line["path"] != "/metrics")
-    assert (line["method"], line["path"], line["outcome"]) == (method, path, outcome)
-    head, _, body = response.partition(b"\r\n\r\n")
-    assert (line["status"], line["bytes_out"]) == (status, len(body))
-    assert line["variant"] == ("softmax" if method == "POST" else None)
-    ids = re.findall(rb"(?i)x-request-id: (\S+)", head)
-    assert ids == [line["request_id"].encode()]
-    assert body.startswith(b'{"error":' if path == INFER else b'{"type":"urn:qkv:problem:')
-    assert (b"mine" in ids) == (b"mine" in sent)
-    counted = f'qkv_requests_total{{outcome="{outcome}",variant="softmax"}} 1.0' in counts
-    assert counted == (method == "POST")
-    (rejected,) = re.findall(r'qkv_rejected_total\{reason="([^"]*)"\} [1-9]', counts)
-    assert rejected == outcome
+    lines = [line for line in lines_of(log) if line["path"] != "/metrics"]
+    for (sent, status, outcome, method, path), response, line in zip(
+        ERRORS, responses, lines, strict=True
+    ):
+        assert response.startswith(b"HTTP/1.1 %d " % status)
+        assert (line["method"], line["path"], line["outcome"]) == (method, path, outcome)
+        head, _, body = response.partition(b"\r\n\r\n")
+        assert (line["status"], line["bytes_out"]) == (status, len(body))
+        assert line["variant"] == ("softmax" if method == "POST" else None)
+        ids = re.findall(rb"(?i)x-request-id: (\S+)", head)
+        assert ids == [line["request_id"].encode()]
+        assert body.startswith(b'{"error":' if path == INFER else b'{"type":"urn:qkv:problem:')
+        assert (b"mine" in ids) == (b"mine" in sent)
+    rejected = Counter(f'reason="{outcome}"' for _, _, outcome, *_ in ERRORS)
+    assert counts(metrics, "qkv_rejected_total") == rejected
+    runs = Counter(
+        f'outcome="{outcome}",variant="softmax"'
+        for _, _, outcome, method, _ in ERRORS
+        if method == "POST"
+    )
+    assert counts(metrics, "qkv_requests_total") == runs
 
 
 @pytest.mark.process

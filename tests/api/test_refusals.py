@@ -148,19 +148,6 @@ def test_too_many_scores_are_rejected(serve: Callable[..., Server]) -> None:
     assert str(2 * 4 * 4 * 5) in assert_problem(post(server, more.document), 413)["detail"]
 
 
-def test_client_disconnect_frees_the_queue(server: Server) -> None:
-    body = json.dumps(EXAMPLE).encode()
-    head = "POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\n"
-    with server.hold():
-        with socket.create_connection(server.address, TIMEOUT_S) as connection:
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            server.wait_until_queued(1)
-        server.wait_until_queued(0)
-    with socket.create_connection(server.address, TIMEOUT_S) as connection:
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:20])
-    assert post(server, EXAMPLE).is_success
-
-
 @pytest.mark.parametrize("shape", [[2**60], [0, 2**60]], ids=str)
 def test_declared_shapes_allocate_nothing(server: Server, shape: list[int]) -> None:
     """A tensor that declares 2**60 elements is rejected without allocating them."""
@@ -178,10 +165,3 @@ def test_declared_shapes_allocate_nothing(server: Server, shape: list[int]) -> N
     ):  # fmt: skip
         response = assert_allocates_below(16 * MiB, partial(post, server, document, path))
         assert_problem(response, 422, document)
-
-
-def test_wrong_method_gets_the_methods_of_every_route_of_the_path(server: Server) -> None:
-    """GET and POST of one path are in different routers."""
-    response = server.http.request("OPTIONS", "/v1/layers")
-    assert response.status_code == 405
-    assert response.headers["allow"] == "GET, HEAD, POST"

@@ -135,14 +135,6 @@ def test_unloaded_model_gets_404_after_it_has_run(serve: Callable[..., Server]) 
             assert infer(server, random_inputs(0)).status_code == status
 
 
-def test_variants_and_versions_have_their_own_outputs(server: Server) -> None:
-    arrays = random_inputs(0)
-    for name in ("softmax", "linear", "taylor", "efficient"):
-        expected = output_alone(arrays, name)
-        for path in (f"/v2/models/{name}/infer", f"/v2/models/{name}/versions/1/infer"):
-            assert all(output(infer(server, arrays, path)) == expected for _ in range(2))
-
-
 # ---------------------------------------------------------------- the native API
 
 

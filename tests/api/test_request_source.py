@@ -14,7 +14,6 @@ from fastapi import FastAPI
 from qkv.api.app import create_app
 from qkv.settings import Settings
 from support.known_requests import assert_problem
-from support.processes import TIMEOUT_S, Process
 from support.service import Server, running_server
 
 RUN: Final = "/v1/attention/softmax"
@@ -191,16 +190,3 @@ def test_address_of_the_connection_is_served() -> None:
     assert status_of_host(app, "10.1.2.3:8000", "10.1.2.3") == 200
     assert status_of_host(app, "[::ffff:10.1.2.3]:8000", "10.1.2.3") == 200
     assert status_of_host(app, "10.1.2.4:8000", "10.1.2.3") == 403
-
-
-def test_process_on_a_loopback_address_serves_only_its_names(process: Process) -> None:
-    for path in ("/metrics", "/livez"):
-        response = httpx.get(
-            process.url + path, headers={"Host": "evil.example"}, timeout=TIMEOUT_S
-        )
-        assert is_refused(response)
-        assert httpx.get(process.url + path, timeout=TIMEOUT_S).status_code == 200
-    page = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
-    assert is_refused(httpx.post(process.url + UNLOAD, headers=page, timeout=TIMEOUT_S))
-    ready = httpx.get(f"{process.url}/v2/models/taylor/ready", timeout=TIMEOUT_S)
-    assert ready.status_code == 200

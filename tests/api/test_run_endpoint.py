@@ -11,7 +11,7 @@ import pytest
 import qkv
 from qkv.jobs.job import Job
 from support.json_requests import EXAMPLE, LEADS, TENSORS, post, random_layer, run_request, tensors
-from support.known_requests import DTYPES, FLOATING, Case, as_array, as_json
+from support.known_requests import FLOATING, Case, as_array, as_json
 from support.service import Server
 from support.sweep_requests import submitted_jobs as submitted_jobs
 
@@ -56,64 +56,6 @@ def test_response_has_the_rank_of_the_request(server: Server, rank: int, encodin
     assert as_array(outputs["output"]).shape == (*LEADS[rank], 3, 6)
     assert as_array(outputs["weights"]).shape == (*LEADS[rank], 3, 5)
     assert as_array(outputs["scores"]).shape == (*LEADS[rank], 3, 5)
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_query_heads_use_their_group_of_key_heads(server: Server, groups: int) -> None:
-    case = Case(tensors(4, groups=groups))
-    grouped = run_request(server, case.document)["outputs"]
-    case.check(grouped)
-    repeated = {
-        n: a if n == "query" else a.repeat(4 // groups, axis=1) for n, a in case.inputs.items()
-    }
-    Case(repeated).check(grouped)
-
-
-@pytest.mark.parametrize("kind", ["bool", *FLOATING])
-@pytest.mark.parametrize("rank", LEADS)
-def test_masks_broadcast_from_the_right(server: Server, rank: int, kind: str) -> None:
-    draw = np.random.default_rng(rank)
-    whole = (*LEADS[rank], 3, 5)
-    shapes = [whole[i:] for i in range(rank + 1)]
-    shapes += [tuple(1 if i == axis else n for i, n in enumerate(whole)) for axis in range(rank)]
-    for shape in shapes:
-        allowed = draw.random(shape) < 0.6
-        mask = np.where(allowed, draw.normal(size=shape), -np.inf).astype(DTYPES[kind])
-        inputs = tensors(rank) | {"mask": allowed if kind == "bool" else mask}
-        for encoding in ("lists", "base64"):
-            case = Case(inputs, encoding=encoding)
-            case.check(run_request(server, case.document)["outputs"])
-
-
-@pytest.mark.parametrize("rank", LEADS)
-def test_key_lengths_hide_padding(server: Server, rank: int) -> None:
-    lengths = np.array([2, 5] if rank > 2 else [2])
-    for offset in (0, "end"):
-        case = Case(
-            tensors(rank) | {"key_lengths": lengths}, {"causal": True, "query_offset": offset}
-        )
-        case.check(run_request(server, case.document)["outputs"])
-
-
-def test_values_in_padding_do_not_matter(server: Server) -> None:
-    case = Case(tensors(2) | {"key_lengths": np.array([3])})
-    for names in (("key",), ("value",), ("key", "value")):
-        inputs = dict(case.inputs)
-        for name in names:
-            inputs[name] = inputs[name].copy()
-            inputs[name][3:] = np.nan
-        case.check(run_request(server, Case(inputs).document)["outputs"])
-
-
-def test_row_without_visible_keys_is_zero(server: Server) -> None:
-    hidden = {"mask": np.array([[True] * 5, [False] * 5, [True] * 5])}
-    for extra, rows in ((hidden, [1]), ({"key_lengths": np.array([0])}, [0, 1, 2])):
-        for outputs in (("output",), ("output", "weights")):
-            case = Case(tensors(2) | extra, outputs=outputs)
-            found = run_request(server, case.document)["outputs"]
-            case.check(found)
-            for name in outputs:
-                assert not as_array(found[name])[rows].any()
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
@@ -199,22 +141,6 @@ def test_flops_and_bytes_are_the_analytic_counts(server: Server, outputs: tuple[
         "scores": 4 * B * H * L * S,
     }
     assert timing["bytes"] == input_bytes + sum(output_bytes[name] for name in outputs)
-
-
-def test_flops_and_bytes_include_the_layer(server: Server) -> None:
-    B, L, M, heads, out = 2, 3, 4, 2, 6
-    layer = random_layer("v2", M, out, bias=True)
-    x = np.ones((B, L, M), np.float32)
-    document = {"inputs": {"x": as_json(x, "base64")}, "layer": layer | {"heads": heads}}
-    response = run_request(server, document)
-    width = out // heads
-    assert response["timing"]["flops"] == (
-        3 * 2 * B * L * M * out + 2 * B * heads * L * L * (width + width)
-    )
-    assert response["timing"]["bytes"] == 4 * (
-        B * L * M + 3 * (M * out + out) + B * L * out + B * heads * L * L
-    )
-    assert as_array(response["outputs"]["output"]).shape == (B, L, out)
 
 
 @pytest.mark.parametrize("x_shape", [(3, 4), (2, 3, 4)])

@@ -174,27 +174,3 @@ def test_every_variant_with_a_layer(client: Client, variant: Variant, separate: 
     merged = truth.output.transpose(1, 2).flatten(2)
     torch.testing.assert_close(found.output, merged, rtol=0, atol=1000 * EPS["float64"])
     torch.testing.assert_close(found.weights, truth.weights, rtol=0, atol=1000 * EPS["float64"])
-
-
-def test_head_of_seed_002_has_no_dropout_by_default(client: Client) -> None:
-    """Separate embeddings, causal. Dropout zeroes or scales weights; a seed repeats them."""
-    torch.manual_seed(1337)
-    embeddings: dict[str, Any] = {role: torch.randn(4, 8, 32) for role in ROLES}
-    weights = {f"W_{role}.weight": torch.randn(16, 32) / 8 for role in ROLES}
-    head: dict[str, Any] = {"layer": {"layout": "v2", "tensors": weights}, "causal": True}
-    plain = client.attend("softmax", **embeddings, **head)
-    again = client.attend("softmax", **embeddings, **head, dropout=0.0, seed=5)
-    assert torch.equal(plain.output, again.output)
-    assert torch.equal(plain.weights, again.weights)
-    first, second, other = (
-        client.attend("softmax", **embeddings, **head, dropout=0.25, seed=seed)
-        for seed in (5, 5, 6)
-    )
-    assert torch.equal(first.output, second.output)
-    assert not torch.equal(first.weights, other.weights)
-    kept = first.weights != 0
-    seen = plain.weights != 0
-    assert 0.65 < float(kept[seen].float().mean()) < 0.85
-    torch.testing.assert_close(
-        first.weights[kept], plain.weights[kept] / 0.75, rtol=4 * EPS["float32"], atol=0
-    )

@@ -164,16 +164,6 @@ def test_other_requests_run_before_the_sweep(
         wait_until(lambda: server.queued_count == 0)
 
 
-def test_sweep_needs_a_key(serve: Callable[..., Server]) -> None:
-    guarded = serve(api_keys="secret-0123456789")
-    body = SMALL | {"variants": ["mean"], "lengths": [8]}
-    assert guarded.http.post(SWEEP, json=body).status_code == 401
-    headers = {"Authorization": "Bearer secret-0123456789", "X-Request-ID": "mine"}
-    response = guarded.http.post(SWEEP, json=body, headers=headers)
-    assert response.status_code == 200
-    assert response.headers["x-request-id"] == "mine"
-
-
 def test_internal_error_ends_the_stream(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,18 +193,6 @@ def test_stopping_service_sends_an_error_event() -> None:
         assert assert_problem(response, 503)["detail"] == what["problem"]["detail"]
         assert int(response.headers["retry-after"]) > 0
         assert response.headers["connection"] == "close"
-
-
-def test_sigterm_does_not_wait_for_the_sweep(command: Callable[..., Process]) -> None:
-    process = command("serve", "--port", "0", "--workers", "1", QKV_DRAIN_S="3600")
-    body = {"variants": ["softmax"], "lengths": [256, 512], "repeats": 100}
-    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=TIMEOUT_S) as response:
-        events = parse_events(response.iter_lines())
-        assert next(events)[0] == "progress"
-        process.popen.send_signal(signal.SIGTERM)
-        names = [name for name, _ in events]
-    assert names[-1] == "error"
-    assert process.wait() == 0, process.lines
 
 
 def test_long_cell_ends_with_the_drain_timeout(command: Callable[..., Process]) -> None:

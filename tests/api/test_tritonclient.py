@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, Final
 
@@ -234,33 +233,6 @@ def test_generated_request_body_is_accepted(service_process: Process, native: qk
     )
     right = native.attend("softmax", **arrays, outputs=["output"]).output
     assert same(result.as_numpy("output"), right)
-
-
-def test_eight_threads_with_a_client_each(service_process: Process) -> None:
-    def loop(index: int) -> bool:
-        arrays = random_inputs(FLOATS[index % 4], seed=index)
-        requested = requested_outputs(output=True, weights=bool(index % 2) or index % 4 == 2)
-        with (
-            triton_client(service_process.url) as client,
-            qkv.Client(service_process.url) as native,
-        ):
-            right = native.attend("softmax", **arrays, outputs=["output", "weights"], causal=True)
-            inputs = infer_inputs(arrays)
-            for number in range(10):
-                result = client.infer(
-                    "softmax",
-                    inputs,
-                    outputs=requested,
-                    request_id=f"{index} {number}",
-                    parameters={"causal": True},
-                )
-                assert result.get_response()["id"] == f"{index} {number}"
-                assert same(result.as_numpy("output"), right.output)
-                assert same(result.as_numpy("weights"), right.weights)
-        return True
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(loop, range(8)))
 
 
 def test_async_infer(service_process: Process, native: qkv.Client) -> None:

@@ -93,15 +93,9 @@ def test_largest_case_is_drawn_and_judged(server: Server) -> None:
     ("change", "pointer"),
     [
         (lambda x: {}, "/outputs/output"),
-        (lambda x: {"out": x}, "/outputs/output"),
         (lambda x: {"output": x, "out": x}, "/outputs/out"),
-        (lambda x: {"output": x[0]}, "/outputs/output"),
         (lambda x: {"output": np.concatenate([x, x])}, "/outputs/output"),
-        (lambda x: {"output": np.empty((0,), "f4")}, "/outputs/output"),
-        (lambda x: {"output": x.astype("f8")}, "/outputs/output"),
-        (lambda x: {"output": x.astype("i8")}, "/outputs/output"),
         (lambda x: {"output": x > 0}, "/outputs/output"),
-        (lambda x: {"output": x, "grad_query": x}, "/outputs/grad_key"),
         (lambda x: {"output": x, "grad_mask": x}, "/outputs/grad_query"),
     ],
 )

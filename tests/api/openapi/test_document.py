@@ -6,8 +6,6 @@ import asyncio
 import graphlib
 from typing import Any, Final
 
-import httpx
-import numpy as np
 import openapi_spec_validator
 import pytest
 
@@ -15,9 +13,7 @@ from qkv.api.openapi.operation import PROBLEMS
 from qkv.api.routes import DirectRouting
 from qkv.attention import catalogue
 from qkv.jobs.plan import Plan
-from qkv.tensors import RawTensor
 from qkv.wire import CODECS, json, safetensors
-from qkv.wire.message import Message
 from support.known_requests import assert_problem, random_case
 from support.openapi_schemas import (
     assert_matches_document,
@@ -178,7 +174,7 @@ def test_picture_matches_the_document(server: Server, document: dict[str, Any]) 
     assert missing == responses["404"]["content"][json.PROBLEM_TYPE]["example"]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(8))
 def test_every_run_matches_the_document(
     server: Server, document: dict[str, Any], seed: int
 ) -> None:
@@ -361,18 +357,3 @@ def test_docs_page_needs_no_other_host(server: Server) -> None:
     for part in ("swagger-ui-bundle.js", "swagger-ui.css"):
         assert part in page.text
         assert server.http.get(f"/static-offline-docs/{part}").is_success
-
-
-def test_safetensors_match_the_document(url: str) -> None:
-    one = RawTensor.from_numpy(np.eye(2, dtype=np.float32))
-    body = b"".join(
-        safetensors.encode(Message({}, {"query": one, "key": one, "value": one}), "inputs")
-    )
-    response = httpx.post(
-        f"{url}/v1/attention/softmax",
-        content=body,
-        headers={"Content-Type": safetensors.MEDIA_TYPE},
-    )
-    reply = safetensors.decode(response.content, "outputs")
-    assert reply.tensors.keys() == {"output", "weights"}
-    assert reply.fields["variant"] == "softmax"
