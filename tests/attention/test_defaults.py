@@ -306,14 +306,6 @@ def test_named_tuple_without_weights_gets_weights(load: Load) -> None:
     torch.testing.assert_close(result.weights, matrix(inputs))
 
 
-def test_default_weights_of_half_precision_are_float32(load: Load) -> None:
-    inputs = {n: t.half() for n, t in tensors().items()}
-    weights = load(PLAIN).attend(**inputs, outputs=frozenset({"weights"})).weights
-    assert weights.dtype == torch.float32
-    truth = matrix({n: t.double() for n, t in inputs.items()})
-    torch.testing.assert_close(weights.double(), truth, rtol=0, atol=1e-6)
-
-
 WRONG: Final = {
     "accuracy": PLAIN.replace("query @", "query.float().to(query.dtype) * 1.01 @")
     + "from qkv.attention.step import Step\n"

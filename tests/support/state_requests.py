@@ -92,6 +92,12 @@ def state_of(tensors: Arrays) -> Arrays:
     return {n: x for n, x in tensors.items() if n.startswith("state.")}
 
 
+def state_for(case: Case, **changes: Any) -> Arrays:
+    """Returns the state of 20 tokens, in chunks of 16."""
+    parameters = {"chunk": 16, **changes}
+    return state_of(run(case, tokens(7, 20, case), parameters=parameters, outputs=BOTH))
+
+
 def in_parts(case: Case, inputs: Arrays, cuts: Sequence[int], **fields: Any) -> Arrays:
     """Runs the tokens between the cuts, each with the state of those before; joins the outputs."""
     state: Arrays = {}

@@ -13,15 +13,9 @@ from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.each import each
 from support.engines import LIMITS
-from support.state_requests import BOTH, CASES, Arrays, Case, part, run, state_of, tokens
+from support.state_requests import BOTH, CASES, Case, part, run, state_for, state_of, tokens
 
 _THREE: Final = ("query", "key", "value")
-
-
-def state_for(case: Case, **changes: Any) -> Arrays:
-    """Returns the state of 20 tokens."""
-    parameters = {"chunk": 16, **changes}
-    return state_of(run(case, tokens(7, 20, case), parameters=parameters, outputs=BOTH))
 
 
 def _changed(name: str, array: Any) -> Any:

@@ -27,6 +27,7 @@ from support.state_requests import (
     in_parts,
     part,
     run,
+    state_for,
     state_of,
     tokens,
 )
@@ -149,8 +150,6 @@ def test_sequences_of_a_batch_have_lengths_of_their_own(name: str) -> None:
         for b, length in enumerate(lengths):
             parts[b].append(found["output"][b, :, :length])
             assert not found["output"][b, :, length:].any()
-        if not any(lengths):
-            assert_same_bits(state_of(found), state)
         state, taken = state_of(found), taken + lengths
     for b, count in enumerate(taken):
         padded = {n: np.zeros_like(x) for n, x in inputs.items()}  # the bits are those of 3 items
@@ -164,26 +163,18 @@ def test_sequences_of_a_batch_have_lengths_of_their_own(name: str) -> None:
 
 @each("name", [*CASES])
 @each("form", ["exact", "compact"])
-def test_no_new_token_leaves_the_state_as_it_was(name: str, form: str) -> None:
+@each("same_tail", [True, False])
+def test_no_new_token_leaves_the_state_as_it_was(name: str, form: str, same_tail: bool) -> None:
+    """With lengths of 0, or of an axis of size 0; also where the tails have several lengths."""
     case = CASES[name]
     inputs = tokens(1, 20, case, B=2)
     fields: dict[str, Any] = {"parameters": {"chunk": 16, "state": form}, "outputs": BOTH}
-    state = state_of(run(case, inputs, **fields))
+    lengths = {"key_lengths": np.array([20, 20 if same_tail else 7])}
+    state = state_of(run(case, {**inputs, **lengths}, **fields))
     found = run(case, {**inputs, **state, "key_lengths": np.zeros(2, np.int64)}, **fields)
     assert not found["output"].any()
     assert_same_bits(state_of(found), state)
-
-
-@each("name", [*CASES])
-@each("form", ["exact", "compact"])
-@each("same_tail", [True, False])
-def test_tokens_may_be_none(name: str, form: str, same_tail: bool) -> None:
-    """Of an axis of size 0, as of lengths of 0; also where the tails have several lengths."""
-    case, parameters = CASES[name], {"chunk": 16, "state": form}
-    inputs = tokens(1, 20, case, B=2)
-    lengths = {"key_lengths": np.array([20, 20 if same_tail else 7])}
-    state = state_of(run(case, {**inputs, **lengths}, parameters=parameters, outputs=BOTH))
-    found = run(case, {**part(inputs, 0, 0), **state}, parameters=parameters, outputs=BOTH)
+    found = run(case, {**part(inputs, 0, 0), **state}, **fields)
     assert found["output"].shape == (2, 2, 0, 3)
     assert_same_bits(state_of(found), state)
 
@@ -318,12 +309,6 @@ def test_gradients_are_chained_by_those_of_the_sums(name: str, channels: bool) -
         joined = np.concatenate([before[tensor], behind[tensor]], 2)
         close = near(90) * max(1.0, np.abs(whole[tensor]).max())
         np.testing.assert_allclose(joined, whole[tensor], rtol=0, atol=close, err_msg=tensor)
-
-
-def state_for(case: Case, **changes: Any) -> Arrays:
-    """Returns the state of 20 tokens."""
-    parameters = {"chunk": 16, **changes}
-    return state_of(run(case, tokens(7, 20, case), parameters=parameters, outputs=BOTH))
 
 
 @each("name", [*CASES])

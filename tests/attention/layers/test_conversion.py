@@ -87,7 +87,7 @@ def test_round_trip_keeps_every_bit(server: Server, dtype: str) -> None:
     assert is_tiny(check)
 
 
-@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_lists_have_the_requested_dtype(server: Server, dtype: str) -> None:
     state = v2(dtype)
     there, _ = converted(server, state, "v2", "v1", form="lists", dtype=dtype)
@@ -143,8 +143,7 @@ def assert_bits_are_kept(server: Server, state: State) -> None:
     assert same_bits(converted(server, there, "v2", "v1")[0], state)
 
 
-@pytest.mark.parametrize("key", ["W_key", "W_keys"])
-@pytest.mark.parametrize("value", ["W_value", "W_values"])
+@pytest.mark.parametrize(("key", "value"), [("W_key", "W_values"), ("W_keys", "W_value")])
 def test_response_keeps_the_spelling_of_names(server: Server, key: str, value: str) -> None:
     names = ["W_query", key, value]
     state = dict(zip(names, v1().values(), strict=True))
@@ -186,8 +185,10 @@ def test_refusal_of_a_bias_says_what_was_got_and_what_to_do(server: Server) -> N
     assert 'Set "bias" to "augment" to store each bias as one more row' in problem["detail"]
 
 
-@pytest.mark.parametrize("dtype", FLOATING)
-@pytest.mark.parametrize("biased", [(), ("key",), ROLES])
+@pytest.mark.parametrize(
+    ("dtype", "biased"),
+    [("float64", ()), ("float32", ROLES), ("float16", ("key",)), ("bfloat16", ROLES)],
+)
 def test_augmented_weights_hold_the_biases(
     server: Server, dtype: str, biased: tuple[str, ...]
 ) -> None:
@@ -294,7 +295,6 @@ def base64_of(shape: list[int], dtype: str = "float32") -> Any:
 
 WRONG: list[tuple[str, str, dict[str, Any], dict[str, Any], str, str]] = [
     # from, to, changed tensors (None: omitted), fields, a part of the detail, the pointer
-    ("v1", "v2", {"W_query": None}, {}, "W_query", "/tensors"),
     ("v1", "v2", {"W_key": None}, {}, "W_key or W_keys", "/tensors"),
     ("v2", "v1", {"W_value.weight": None}, {}, "W_value.weight", "/tensors"),
     ("v1", "v2", {"W_keys": base64_of([5, 6])}, {}, "'W_keys'", "/tensors"),
@@ -303,46 +303,20 @@ WRONG: list[tuple[str, str, dict[str, Any], dict[str, Any], str, str]] = [
     ("v2", "v2", {"W_keys.bias": base64_of([6])}, {}, "'W_keys'", "/tensors"),
     ("v2", "v1", {"q_norm.a~/b": base64_of([6])}, {}, "a~/b", "/tensors/q_norm.a~0~1b"),
     ("v1", "v2", {"W_key": base64_of([6])}, {}, "[6]", "/tensors/W_key"),
-    ("v1", "v2", {"W_key": base64_of([1, 5, 6])}, {}, "[1, 5, 6]", "/tensors/W_key"),
     ("v1", "v2", {"W_key": base64_of([])}, {}, "[]", "/tensors/W_key"),
-    ("v1", "v2", {"W_key": 1.5}, {}, "[]", "/tensors/W_key"),
     ("v1", "v2", {"W_key": base64_of([5, 0])}, {}, "[5, 0]", "/tensors/W_key"),
     ("v1", "v2", {"W_key": base64_of([0, 6])}, {}, "[0, 6]", "/tensors/W_key"),
-    ("v1", "v2", {"W_key": []}, {}, "[0]", "/tensors/W_key"),
     ("v1", "v2", {"W_key": base64_of([5, 7])}, {}, "7 outputs", "/tensors"),
     ("v1", "v2", {"W_key": base64_of([5, 6], "int64")}, {}, "int64", "/tensors/W_key"),
     ("v1", "v2", {"W_key": base64_of([5, 6], "bool")}, {}, "bool", "/tensors/W_key"),
-    ("v1", "v2", {"W_key": [[True, False]]}, {}, "booleans", "/tensors/W_key"),
-    ("v1", "v2", {"W_key": [[1, 2], [3]]}, {}, "ragged", "/tensors/W_key"),
-    ("v1", "v2", {"W_key": [[1, None]]}, {}, "null", "/tensors/W_key"),
-    ("v1", "v2", {"W_key": None, "W_keys": {}}, {}, "got none", "/tensors/W_keys"),
     ("v1", "v2", {"W_key": [[1e39] * 6]}, {}, "float32", "/tensors/W_key"),
     ("v2", "v2", {"W_key.bias": base64_of([5])}, {}, "got 5", "/tensors/W_key.bias"),
     ("v2", "v2", {"W_key.bias": base64_of([1, 6])}, {}, "[1, 6]", "/tensors/W_key.bias"),
     ("v2", "v1", {"W_key.bias": base64_of([6])}, {}, "W_key.bias", "/tensors/W_key.bias"),
-    ("v1", "v3", {}, {}, '"v3"', "/to"),
-    ("V1", "v2", {}, {}, '"V1"', "/from"),
-    ("v1", "v2", {}, {"heads": 0}, "0", "/heads"),
-    ("v1", "v2", {}, {"heads": -1}, "-1", "/heads"),
-    ("v1", "v2", {}, {"heads": True}, "true", "/heads"),
-    ("v1", "v2", {}, {"heads": "2"}, "2", "/heads"),
     ("v1", "v2", {}, {"heads": 4}, "heads=4", "/heads"),
-    ("v1", "v2", {}, {"heads": 65537}, "65537", "/heads"),
-    ("v1", "v2", {}, {"bias": "drop"}, "drop", "/bias"),
-    ("v1", "v2", {}, {"bias": None}, "null", "/bias"),
     ("v1", "v1", {}, {"bias": "augment"}, "v1 to v1", "/bias"),
     ("v2", "v2", {}, {"bias": "augment"}, "v2 to v2", "/bias"),
     ("v1", "v2", {"W_key": base64_of([1, 6])}, {"bias": "augment"}, "[1, 6]", "/tensors/W_key"),
-    ("v1", "v2", {}, {"dtype": "int64"}, "int64", "/dtype"),
-    ("v1", "v2", {}, {"encoding": "npz"}, "npz", "/encoding"),
-    ("v1", "v2", {}, {"biases": "augment"}, "'biases'", "/biases"),
-    ("v1", "v2", {}, {"layer": {}}, "'layer'", "/layer"),
-    ("v1", "v2", {}, {"a~/b": 1}, "'a~/b'", "/a~0~1b"),
-    ("v1", "v2", {}, {"to": None}, "null", "/to"),
-    ("v1", "v2", {}, {"from": ["v1"]}, "v1", "/from"),
-    ("v1", "v2", {}, {"tensors": None}, "null", "/tensors"),
-    ("v1", "v2", {}, {"tensors": {}}, "nothing", "/tensors"),
-    ("v1", "v2", {}, {"tensors": [[1]]}, "list", "/tensors"),
 ]
 
 
@@ -363,12 +337,3 @@ def test_invalid_conversion_is_rejected_by_name(
     problem = response.json()
     assert detail in problem["detail"]
     assert problem["pointer"] == pointer
-
-
-@pytest.mark.parametrize("field", ["from", "to", "tensors"])
-def test_missing_field_is_named(server: Server, field: str) -> None:
-    document = {"from": "v1", "to": "v2", "tensors": {n: a.tolist() for n, a in v1().items()}}
-    del document[field]
-    problem = assert_problem(server.http.post("/v1/convert", json=document), 422, document)
-    assert field in problem["detail"] or field == "tensors"
-    assert problem["pointer"] == f"/{field}"

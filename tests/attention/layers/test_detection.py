@@ -112,8 +112,7 @@ def test_layer_in_a_whole_model_is_selected_by_prefix(client: Client) -> None:
         client.detect(state, real.x, real.y)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 16])
-@pytest.mark.parametrize("scale", [None, 1.0, 0.3])
+@pytest.mark.parametrize(("heads", "scale"), [(1, None), (2, 1.0), (4, 0.3), (16, None)])
 def test_heads_and_scale_are_found(client: Client, heads: int, scale: float | None) -> None:
     tensors, x, y = plain(heads, scale=scale)
     best, second, *_ = client.detect(tensors, x, y, scale=scale)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,8 +12,7 @@ import pytest
 import torch
 
 from qkv.attention.variants import softmax
-from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json, assert_problem
-from support.processes import TIMEOUT_S
+from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json
 from support.references import reference_of
 from support.service import Server
 
@@ -153,16 +150,6 @@ def test_layers_agree_with_the_reference(server: Server, kind: int) -> None:
     layered.check(run_layer(server.http, layered.document))
 
 
-def test_layers_have_the_same_bits_in_concurrent_requests(server: Server) -> None:
-    documents = [random_layer(kind).document for kind in range(KINDS)]
-    alone = [run_layer(server.http, document) for document in documents]
-    with (
-        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
-        ThreadPoolExecutor(8) as pool,
-    ):
-        assert list(pool.map(lambda d: run_layer(http, d), documents)) == alone
-
-
 def test_masks_and_lengths_with_a_layer(server: Server) -> None:
     """The mask has the rank of the scores, to which `heads` adds an axis."""
     x = np.random.default_rng(0).normal(size=(2, 5, 4)).astype(np.float32)
@@ -192,18 +179,3 @@ def test_masks_and_lengths_with_a_layer(server: Server) -> None:
             ).all(-1)
             assert np.array_equal(sums == 0, blind)
             assert np.abs(sums[~blind] - 1).max() <= 5 * EPS["float32"]
-
-
-@pytest.mark.parametrize("layer", ["mine", 1, ["v2"], True])
-@pytest.mark.parametrize("path", ["attention/softmax", "gradients/softmax", "compare"])
-def test_layer_that_is_no_object_is_rejected(server: Server, path: str, layer: Any) -> None:
-    document = {"inputs": {"x": [[1]]}, "layer": layer}
-    if path == "compare":
-        document["variants"] = ["linear"]
-    problem = assert_problem(server.http.post(f"/v1/{path}", json=document), 422, document)
-    assert problem["pointer"] == "/layer"
-    got = f"layer is invalid: got {json.dumps(layer)}, "
-    assert (
-        problem["detail"]
-        == got + "expected an object with a name, or with layout, heads and tensors"
-    )

@@ -115,37 +115,10 @@ def test_integer_buffers_of_a_state_dict_are_ignored(server: Server) -> None:
     assert response.json()["layer"]["ignored"] == ["h.1.attn.bias", "h.1.attn.masked_bias"]
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "shape"),
-    [
-        ("mha", "bias_k", (1, 1, 32)),
-        ("timm", "q_norm.weight", (8,)),
-        ("timm", "gate.weight", (32, 32)),
-        ("timm", "norm.weight", (32,)),
-        ("phi", "q_layernorm.weight", (8,)),
-        ("bert", "self.distance_embedding.weight", (21, 8)),
-        ("clip", "sinks", (3,)),
-        ("llama", "k_norm.weight", (5,)),
-    ],
-)
-def test_tensor_that_changes_the_result_is_not_ignored(
-    server: Server, name: str, tensor: str, shape: tuple[int, ...]
-) -> None:
-    case, sent = find(name), whole_name(name, tensor)
-    tensors = case.tensors | {sent: torch.ones(shape)}
-    assert sent in detail(calls.run(server.http, case, tensors=tensors))
-
-
 def test_unknown_prefix_is_an_error_with_an_example(server: Server) -> None:
     case = find("llama")
     found = detail(calls.run(server.http, case, prefix="model.layers.7.self_attn"))
     assert "prefix fits no tensor: got 'model.layers.7.self_attn'" in found
-
-
-def test_falcon_with_the_biases_of_the_paper_is_refused(server: Server) -> None:
-    """Falcon adds them before the scale; the output would be wrong in silence."""
-    found = detail(calls.run(server.http, find("falcon-rw"), alibi=True))
-    assert 'alibi is invalid: got true, expected "scaled"' in found
 
 
 def test_tiled_heads_give_another_output(server: Server) -> None:

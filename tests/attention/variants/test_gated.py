@@ -22,7 +22,6 @@ from support.variant_bounds import bounds_of, is_near
 
 OUTPUT: Final = frozenset({"output"})
 EVERY: Final = frozenset({"output", "weights", "state_weights"})
-RULES: Final = ("linear", "gated", "delta", "gated_delta")
 EPS: Final = torch.finfo(torch.float32).eps
 EPS_64: Final = torch.finfo(torch.float64).eps
 
@@ -144,50 +143,6 @@ def test_gated_is_lightning_attention_of_minimax(length: int, seed: int) -> None
         decay = -layer.slope_rate.flatten()[None, :, None, None].expand(2, 4, length, 1)
         found = attend(query, key, value, decay, rule="gated", scale=1.0)
     assert_near(found.transpose(1, 2).flatten(2)[:, None], seen["read"][:, None])
-
-
-@each("rule", RULES)
-@each("channels", [1, 4])
-@each("heads", [(2, 2, 2), (4, 2, 1), (2, 2, 4), (2, 4, 2)])
-def test_output_is_weights_at_value_and_state_weights_at_state(
-    rule: Any, channels: int, heads: tuple[int, int, int]
-) -> None:
-    """The state after the first tokens, by the reference, is what the next ones start from."""
-    (J, G, V), S, cut = heads, 70, 23
-    T = max(G, V)
-    key = torch.nn.functional.normalize(normal(1, 2, G, S, 4), dim=-1)
-    query, value, decay, beta = (
-        normal(0, 2, J, S, 4),
-        normal(2, 2, V, S, 3),
-        -normal(3, 2, T, S, channels).abs() if "gated" in rule else None,
-        torch.sigmoid(normal(4, 2, T, S)) if "delta" in rule else None,
-    )
-    whole = reference(query, key, value, decay, beta, rule=rule)
-    # queries of unit vectors read the rows of the state
-    unit, no_decay = torch.eye(4, dtype=torch.float64).expand(2, T, 4, 4), (2, T, 4, channels)
-    still = reference(
-        torch.cat([normal(0, 2, T, cut, 4), unit], 2),
-        torch.cat([key[:, :, :cut], torch.zeros(2, G, 4, 4)], 2),
-        torch.cat([value[:, :, :cut], torch.zeros(2, V, 4, 3)], 2),
-        None if decay is None else torch.cat([decay[:, :, :cut], torch.zeros(no_decay)], 2),
-        None if beta is None else torch.cat([beta[:, :, :cut], torch.zeros(2, T, 4)], 2),
-        rule=rule, scale=1.0,
-    )  # fmt: skip
-    state = still[:, :, cut:]
-    rest: Any = (x if x is None else x[:, :, cut:] for x in (query, key, value, decay, beta))
-    found = gated.attend(gated.Call(*rest, rule=rule, chunk=16), EVERY)
-    assert found.weights is not None
-    assert found.state_weights is not None
-    H = max(J, T)
-    values = value[:, :, cut:].repeat_interleave(H // V, 1)
-    output = found.weights @ values + found.state_weights @ state.repeat_interleave(H // T, 1)
-    tensors: dict[str, Any] = {"query_BJSD": query, "key_BGSD": key, "value_BVSE": value}
-    gates = {"log_decay_BTSZ": decay, "beta_BTS": beta}
-    tensors |= {n: x for n, x in gates.items() if x is not None}
-    truth = reference_of(gated.Call(**tensors, rule=rule))
-    bound = bounds_of("gated", tensors, {"rule": rule}, truth)["output"][:, :, cut:]
-    # the weights, the state and their products
-    assert is_near(output, whole[:, :, cut:], 3 * bound)
 
 
 @each("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

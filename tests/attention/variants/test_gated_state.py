@@ -10,20 +10,21 @@ import pytest
 from qkv.errors import InvalidContent
 from support.drawn_requests import GATES
 from support.each import each
-from support.state_requests import BOTH, CASES, Arrays, part, run, state_of, tokens
+from support.state_requests import BOTH, CASES, part, run, state_for, state_of, tokens
 
 EPS: Final = float(np.finfo(np.float64).eps)
 DELTA: Final = CASES["gated gated_delta"]
 
 
 @each("rule", [*GATES])
-@each("heads", [(2, 2, 2), (4, 2, 1), (2, 2, 4)])
+@each("heads", [(2, 2, 2), (4, 2, 1), (2, 2, 4), (2, 4, 2)])
+@each("channels", [False, True])
 def test_output_is_weights_at_value_and_state_weights_at_state(
-    rule: str, heads: tuple[int, int, int]
+    rule: str, heads: tuple[int, int, int], channels: bool
 ) -> None:
     """Both are those of the new tokens, also behind a tail; the state is the compact one."""
     case, cut, parameters = CASES[f"gated {rule}"], 41, {"chunk": 16}
-    inputs = tokens(3, 90, case, heads=heads)
+    inputs = tokens(3, 90, case, heads=heads, channels=channels)
     first = part(inputs, 0, cut)
     exact = state_of(run(case, first, parameters=parameters, outputs=BOTH))
     compact = run(case, first, parameters={**parameters, "state": "compact"}, outputs=BOTH)
@@ -35,13 +36,6 @@ def test_output_is_weights_at_value_and_state_weights_at_state(
     state = sums.repeat(H // sums.shape[1], 1)
     output = found["weights"] @ value + found["state_weights"] @ state
     np.testing.assert_allclose(output, found["output"], rtol=0, atol=1e3 * EPS)
-
-
-def state_for(**changes: Any) -> Arrays:
-    """Returns the state of 20 tokens."""
-    return state_of(
-        run(DELTA, tokens(7, 20, DELTA), parameters={"chunk": 16, **changes}, outputs=BOTH)
-    )
 
 
 @pytest.mark.parametrize(
@@ -59,14 +53,14 @@ def test_state_of_other_parameters_is_refused_by_name(
     case = CASES[f"gated {rule}"]
     with pytest.raises(InvalidContent) as caught:
         run(
-            case, {**tokens(8, 5, case), **state_for(state=form)},
+            case, {**tokens(8, 5, case), **state_for(DELTA, state=form)},
             parameters={"chunk": 16, **changes},
         )  # fmt: skip
     assert detail in caught.value.detail
 
 
 def test_gates_of_a_tail_have_the_dtype_of_the_gates() -> None:
-    state = state_for()
+    state = state_for(DELTA)
     state["state.tail_beta"] = state["state.tail_beta"].astype("f4")
     with pytest.raises(InvalidContent, match="tail_beta has the wrong dtype"):
         run(DELTA, {**tokens(8, 5, DELTA), **state}, parameters={"chunk": 16})

@@ -141,21 +141,3 @@ def test_slow_methods_are_bounded_and_cumsum_is_not() -> None:
         for method in ("loop", "matmul", "softmax"):
             body["parameters"] = {"method": method}
             assert assert_problem(server.http.post(PATH, json=body), 413)["limit"] == 99
-
-
-def test_layer_projects_the_values(server: Server) -> None:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(2, 5, 4, generator=generator)
-    weights = {f"W_{r}": torch.randn(4, 6, generator=generator) for r in ("query", "key", "value")}
-    body = {
-        "inputs": {"x": x.tolist()},
-        "layer": {
-            "layout": "v1", "heads": 2, "tensors": {n: w.tolist() for n, w in weights.items()}
-        },
-        "outputs": ["output"],
-    }  # fmt: skip
-    response = server.http.post(PATH, json=body).json()
-    values = x.double() @ weights["W_value"].double()
-    truth = values.cumsum(1) / torch.arange(1, 6).view(1, 5, 1)
-    found = torch.tensor(response["outputs"]["output"], dtype=torch.float64)
-    assert (found - truth).abs().max() <= 16 * torch.finfo(torch.float32).eps * values.abs().max()

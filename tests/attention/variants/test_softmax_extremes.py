@@ -196,19 +196,6 @@ def test_hidden_score_that_overflows_stays_hidden() -> None:
         assert torch.equal(found.scores, mask.expand(1, 1, 2, 2))  # type: ignore[arg-type]
 
 
-def test_extreme_values() -> None:
-    """An average is never larger than the values, even if its weights round up."""
-    for dtype in DTYPES:
-        most = torch.finfo(dtype).max
-        for S in (3, 7, 10, 11, 49):
-            query, key = torch.randn(1, 1, 6, 3).to(dtype), torch.randn(1, 1, S, 3).to(dtype)
-            value = torch.full((1, 1, S, 2), most, dtype=dtype)
-            for outputs in (OUTPUT, ALL):
-                found = attend(query, key, value, outputs=outputs).output
-                expected = value[:, :, :1].expand(1, 1, 6, 2).double()
-                assert_within(found, expected, expected * 64 * torch.finfo(dtype).eps)
-
-
 @each("mask", [None, torch.ones(1, 1, 1, 1).bool(), torch.zeros(1, 1, 1, 1)])
 @each(("dtype", "size"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
 def test_single_key_whose_score_overflows(
