@@ -247,7 +247,7 @@ def test_stacked_jobs_match_the_reference(
             assert torch.equal(*masks)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_stacked_jobs_over_a_layer_match_each_alone(stacked: EngineRunner, seed: int) -> None:
     jobs = layer_group(seed)
     found, alone = stacked.run_together(jobs), stacked.run_alone(jobs)

@@ -194,17 +194,6 @@ def test_queued_bytes_are_limited() -> None:
     with_engine(test, limit=DEFAULT_LIMIT._replace(bytes=3 * size))
 
 
-def test_job_larger_than_the_limit_may_be_queued_alone() -> None:
-    async def test(engine: Engine) -> None:
-        with engine.paused():
-            future = engine.submit(plain(1))
-            with pytest.raises(ServiceUnavailable):
-                engine.submit(plain(2))
-        await future
-
-    with_engine(test, limit=DEFAULT_LIMIT._replace(bytes=1))
-
-
 def test_stop_runs_queued_jobs() -> None:
     async def test(engine: Engine) -> None:
         with engine.paused():
@@ -310,19 +299,17 @@ def test_flops_and_bytes_are_counted() -> None:
     query, key = torch.randn(3, 4, 5, 6), torch.randn(3, 2, 7, 6)
     value = torch.randn(3, 2, 7, 8)
     job = job_of({"query": query, "key": key, "value": value})
-    weight = torch.randn(6, 8)
-    layer = {
-        "layout": "v1",
-        "heads": 2,
-        "tensors": {f"W_{n}": weight for n in ("query", "key", "value")},
-    }
+    roles = ("query", "key", "value")
+    weights = {f"W_{n}.weight": torch.randn(8, 6) for n in roles}
+    biases = {f"W_{n}.bias": torch.randn(8) for n in roles}
+    layer = {"layout": "v2", "heads": 2, "tensors": weights | biases}
     layered = job_of({"x": torch.randn(3, 5, 6)}, ("output",), layer)
 
     sent = query.numel() + key.numel() + value.numel()
     assert job.plan.flops == 2 * 3 * 4 * 5 * 7 * (6 + 8)
     assert job.plan.bytes == 4 * (sent + 3 * 4 * 5 * 8 + 3 * 4 * 5 * 7)
     assert layered.plan.flops == 3 * 2 * 3 * 5 * 6 * 8 + 2 * 3 * 2 * 5 * 5 * (4 + 4)
-    assert layered.plan.bytes == 4 * (3 * 5 * 6 + 3 * 6 * 8 + 3 * 5 * 8)
+    assert layered.plan.bytes == 4 * (3 * 5 * 6 + 3 * (6 * 8 + 8) + 3 * 5 * 8)
 
 
 def test_rate_is_known_after_the_first_long_batch_of_a_client() -> None:

@@ -38,11 +38,13 @@ def test_pair_of_planted_bugs_is_named_first(
     assert report.diagnosis[0] == name, report
 
 
-@pytest.mark.parametrize("block", [1, 32, 64, 128])
 @pytest.mark.parametrize(
-    "planted",
-    [["output-not-rescaled"], ["sum-not-rescaled"], ["output-not-rescaled", "sum-not-rescaled"]],
-)
+    ("planted", "block"),
+    [
+        (["output-not-rescaled"], 1), (["sum-not-rescaled"], 32), (["output-not-rescaled"], 64),
+        (["output-not-rescaled", "sum-not-rescaled"], 128),
+    ],
+)  # fmt: skip
 def test_missing_rescaling_is_named_for_each_size_of_block(planted: list[str], block: int) -> None:
     report = verify(flash_kernel(*planted, block=block), "softmax", **FAST)
     assert not report.passed
@@ -128,8 +130,7 @@ MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize(("name", "causal"), [*((n, False) for n in MAPS), ("relu", True)])
 def test_another_feature_map_of_linear_is_named(name: str, causal: bool) -> None:
     skip = ["large", "steep", "one-hot", "tiny"]  # products overflow or underflow float32
     report = verify(linear_kernel(MAPS[name], True), "linear", skip=skip, causal=causal, **FAST)
@@ -230,11 +231,8 @@ WRONG_ABOVE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize(
     ("dtype", "keys"),
-    [
-        ("float32", 20), ("float32", 200), ("bfloat16", 10), ("bfloat16", 100),
-        ("float16", 20), ("float16", 200),
-    ],
-)  # fmt: skip
+    [("float32", 200), ("bfloat16", 10), ("float16", 200)],
+)
 @pytest.mark.parametrize("change", WRONG_ABOVE)
 def test_function_that_is_wrong_above_some_keys_is_not_accused(
     change: str, dtype: str, keys: int

@@ -289,8 +289,11 @@ NOT_TENSORS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "detail", "where"), NOT_TENSORS)
-@pytest.mark.parametrize("group", ["inputs", "tensors", "layer"])
+@pytest.mark.parametrize(
+    ("text", "detail", "where", "group"),
+    [(*row, "inputs") for row in NOT_TENSORS]
+    + [(*NOT_TENSORS[-1], group) for group in ("tensors", "layer")],
+)
 def test_invalid_tensor_is_rejected(text: str, detail: str, where: str, group: str) -> None:
     body = f'{{"{group}": {{"a~/b": {text}}}}}'
     pointer = f"/{group}/a~0~1b"

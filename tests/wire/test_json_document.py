@@ -60,7 +60,7 @@ REPEATED: Final = {
 
 
 @pytest.mark.parametrize("text", REPEATED.values(), ids=REPEATED)
-@pytest.mark.parametrize("depth", [0, 1, 2, 7, 20])
+@pytest.mark.parametrize("depth", [0, 1, 20])
 def test_repeated_name_is_refused_at_any_level(text: str, depth: int) -> None:
     for body in (text, f'{{"first":1,"deep":{nested(text, depth)},"last":"x:y"}}'):
         with pytest.raises(InvalidContent, match="is repeated"):

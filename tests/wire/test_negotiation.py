@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as stdlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,7 +79,7 @@ def run(server: Server, case: Case, request_type: str, accept: str | None) -> ht
     return post(server, content, came=request_type, accept=accept)
 
 
-@pytest.mark.parametrize("kind", range(10))
+@pytest.mark.parametrize("kind", range(4))
 def test_same_bits_in_every_format(server: Server, kind: int) -> None:
     case = random_case(40_000 + kind, 0)
     seen = [
@@ -94,21 +95,14 @@ def test_same_bits_in_every_format(server: Server, kind: int) -> None:
 
 def test_fields_and_timing_are_the_same_in_both_formats(server: Server) -> None:
     for request_type in BOTH:
-        as_text = run(server, CASE, request_type, JSON).json()
-        message = safetensors.decode(run(server, CASE, request_type, TENSORS).content, "outputs")
+        responses = [run(server, CASE, request_type, response_type) for response_type in BOTH]
+        stages = [re.findall(r"(\w+);dur=[\d.]+", r.headers["server-timing"]) for r in responses]
+        assert stages == [["queue", "transfer", "compute", "total"]] * 2
+        as_text = responses[0].json()
+        message = safetensors.decode(responses[1].content, "outputs")
         assert message.fields.keys() == as_text.keys() - {"outputs"}
         assert message.fields["variant"] == as_text["variant"] == "softmax"
         assert list(message.fields["timing"]) == list(as_text["timing"])
-
-
-@pytest.mark.parametrize("request_type", BOTH)
-@pytest.mark.parametrize("response_type", BOTH)
-def test_both_formats_have_server_timing(
-    server: Server, request_type: str, response_type: str
-) -> None:
-    stages = run(server, CASE, request_type, response_type).headers["server-timing"].split(", ")
-    assert [s.partition(";dur=")[0] for s in stages] == ["queue", "transfer", "compute", "total"]
-    assert all(float(s.partition(";dur=")[2]) >= 0 for s in stages)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +161,7 @@ def test_several_accept_headers_are_one_list(server: Server, request_type: str) 
     read(server.http.post(RUN, content=content, headers=headers), TENSORS)
 
 
-@pytest.mark.parametrize("accept", [JSON, TENSORS, "*/*", "text/html"])
+@pytest.mark.parametrize("accept", [TENSORS, "text/html"])
 @pytest.mark.parametrize("request_type", BOTH)
 def test_errors_are_problem_documents_for_any_accept(
     server: Server, request_type: str, accept: str
@@ -258,7 +252,7 @@ def test_names_of_a_conversion_may_begin_with_layer(server: Server) -> None:
     assert reply.tensors["W_query.weight"].numpy().T.tobytes() == STATE["W_query"].tobytes()
 
 
-@pytest.mark.parametrize("cut", [1, 3, 7, 8, 9, 64, 1000])
+@pytest.mark.parametrize("cut", [1, 9, 1000])
 def test_safetensors_may_come_in_chunks(server: Server, cut: int) -> None:
     case = random_case(40_100, 0)
     whole = body_of(TENSORS, case.inputs, parse_fields(case))

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-import qkv
 from qkv.api.openapi.document import EXAMPLES
 from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
@@ -28,7 +24,6 @@ from support.processes import TIMEOUT_S, Process, wait_until
 from support.service_processes import child_pids, device_process_pid, status_of
 from support.small_requests import body, post
 
-WORKERS: Final = 3
 Start = Callable[..., Process]
 
 
@@ -57,23 +52,6 @@ def start(command: Start, gate: Path) -> Start:
 @pytest.fixture(scope="module")
 def shared(shared_process: Callable[..., Process]) -> Process:
     return shared_process("--workers", "2", QKV_DEVICE_PROCESS="one")
-
-
-def statistics(service_process: Process) -> Counter[str]:
-    (found,) = httpx.get(f"{service_process.url}/v2/models/softmax/stats").json()["model_stats"]
-    return Counter({name: found[name] for name in ("inference_count", "execution_count")})
-
-
-def queued_count(service_process: Process) -> float:
-    page = httpx.get(f"{service_process.url}/metrics", timeout=TIMEOUT_S).text
-    families = text_string_to_metric_families(page)
-    return sum(s.value for f in families for s in f.samples if s.name == "qkv_queue_depth")
-
-
-def random_arrays(seed: int) -> dict[str, Any]:
-    draw = np.random.default_rng(seed)
-    shape = (1, 4, 64, 16)
-    return {n: draw.normal(size=shape).astype(np.float32) for n in ("query", "key", "value")}
 
 
 def outputs(response: httpx.Response) -> Any:
@@ -106,32 +84,6 @@ def test_one_process_has_the_device(shared: Process) -> None:
     assert device_process_pid(shared) in child_pids(shared.popen.pid)
     config = httpx.get(f"{shared.url}/v2/models/softmax/config").json()
     assert config["instance_group"][0]["count"] == 1
-
-
-def test_batches_form_across_workers(start: Start, gate: Path) -> None:
-    """Jobs of more clients than one worker has wait for the device."""
-    service_process = start(WORKERS, QKV_MAX_BATCH="16")
-    with ExitStack() as stack:
-        clients = [stack.enter_context(qkv.Client(service_process.url)) for _ in range(12)]
-        arrays = [random_arrays(seed) for seed in range(len(clients))]
-        expected = [
-            c.attend("softmax", **a).output for c, a in zip(clients, arrays, strict=True)
-        ]  # each client has a connection
-        pool = stack.enter_context(ThreadPoolExecutor(1 + len(clients)))
-        before = statistics(service_process)
-        busy = pool.submit(post, service_process.url, body(WAITING))
-        wait_until(gate.exists)
-        runs = [pool.submit(c.attend, "softmax", **a) for c, a in zip(clients, arrays, strict=True)]
-        wait_until(lambda: queued_count(service_process) == len(clients))
-        gate.unlink()
-        assert busy.result(TIMEOUT_S).is_success
-        for run, output in zip(runs, expected, strict=True):
-            found = run.result(TIMEOUT_S)
-            assert (found.output == output).all()
-            assert found.timing["batch_size"] == len(clients)
-        after = statistics(service_process)
-    assert after - before == {"inference_count": 13, "execution_count": 2}
-    assert service_process.end() == 0
 
 
 def test_memory_of_a_killed_worker_is_free_again(start: Start, gate: Path) -> None:

@@ -231,28 +231,6 @@ def test_memory_of_a_running_cancelled_job_stays_allocated() -> None:
     run(test)
 
 
-def test_restarted_worker_waits_for_running_jobs_of_the_previous_one() -> None:
-    async def test(fixture: Service) -> None:
-        runs, may_continue = block_engine(fixture.engine)
-        old = fixture.remotes[0]
-        lost = old.submit(plain(0))
-        await asyncio.to_thread(runs.wait)
-        fixture.remotes[0] = fixture.remote(0)
-        end_connection(old)
-        with pytest.raises(ServiceUnavailable):
-            await lost
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(fixture.remotes[0].wait_until_ready(), 0.3)
-        with pytest.raises(ServiceUnavailable, match="restarting"):
-            fixture.remotes[0].submit(plain(1))
-        may_continue.set()
-        await fixture.remotes[0].wait_until_ready()
-        response = await fixture.remotes[0].submit(plain(1))
-        assert bits(response) == bits(await fixture.engine.submit(plain(1)))
-
-    run(test)
-
-
 def test_full_region_raises_503_until_blocks_are_released() -> None:
     async def test(fixture: Service) -> None:
         futures: list[Any] = []

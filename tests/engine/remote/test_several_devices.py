@@ -93,17 +93,6 @@ def test_equal_work_is_spread() -> None:
     run(test, devices=3)
 
 
-def test_results_have_the_same_bits_on_every_device() -> None:
-    async def test(fixture: Service) -> None:
-        for length in (4, 300):
-            results = [await fixture.remotes[0].submit(plain(7, length)) for _ in range(4)]
-            assert len({str(bits(result)) for result in results}) == 1
-        totals = [count for count, _ in fixture.shared_state.device_totals]
-        assert totals == [4, 4]
-
-    run(test, 1, devices=2)
-
-
 @pytest.mark.parametrize("length", [4, 6000], ids=["small", "copied in a thread"])
 def test_jobs_of_an_ended_device_process_run_on_another(length: int) -> None:
     async def test(fixture: Service) -> None:
