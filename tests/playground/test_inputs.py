@@ -144,20 +144,6 @@ def test_page_asks_before_it_replaces_a_tensor_of_the_user(open_page: Open, serv
     expect(names).to_have_text(["words"])
 
 
-def test_dropped_files_are_drawn(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    transfer = page.evaluate_handle(
-        """text => {
-            const transfer = new DataTransfer();
-            transfer.items.add(new File([text], "two.json"));
-            return transfer;
-        }""",
-        '{"query": [[1, 0], [0, 1]], "key": [[1, 0], [0, 1]], "value": [[1, 2], [3, 4]]}',
-    )
-    page.dispatch_event("#request-form", "drop", {"dataTransfer": transfer})
-    expect(page.locator("#status")).to_have_text(re.compile("2 queries, 2 keys"))
-
-
 def test_files_are_added_in_the_order_in_which_they_are_chosen(
     open_page: Open, server: Server
 ) -> None:
@@ -179,15 +165,6 @@ def test_files_are_added_in_the_order_in_which_they_are_chosen(
     expect(page.locator("#status")).to_have_text(re.compile("4 queries, 4 keys"))
 
 
-def test_single_tensor_is_query_key_and_value(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    page.get_by_label("Upload").set_input_files([payload("x.npy", npy(QUERY))])
-    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
-    expect(page.get_by_label("Role of x")).to_have_value("query, key, value")
-    shown = np.array(list(read_weights(page).values()))
-    np.testing.assert_allclose(shown, softmax(QUERY, QUERY), rtol=0, atol=0.51e-4)
-
-
 def test_pasted_tensors_are_drawn(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_role("button", name="Paste").click()
@@ -201,6 +178,9 @@ def test_pasted_tensors_are_drawn(open_page: Open, server: Server) -> None:
     page.get_by_role("button", name="Use these").click()
     expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
     expect(page.locator("#paste-error")).to_be_hidden()
+    expect(page.get_by_label("Role of tensor")).to_have_value("query, key, value")
+    shown = np.array(list(read_weights(page).values()))
+    np.testing.assert_allclose(shown, softmax(QUERY, QUERY), rtol=0, atol=0.51e-4)
 
 
 def test_file_error_is_shown_beside_the_upload(open_page: Open, server: Server) -> None:

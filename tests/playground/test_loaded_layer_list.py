@@ -96,8 +96,3 @@ def test_own_hidden_states_keep_the_layer(open_page: Open, loaded: Server, tmp_p
     body = opened.posted("/v1/attention/softmax")[-1]
     assert body["layer"]["name"] == NAME
     expect(page.locator("#output-about")).to_have_text(f"5 × {WIDTH}")
-
-
-def test_list_is_hidden_without_loaded_layers(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    expect(page.locator("#loaded-layer-field")).to_be_hidden()

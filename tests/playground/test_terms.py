@@ -78,6 +78,7 @@ def test_page_uses_plain_words(open_page: Open, server: Server) -> None:
     expect(page.get_by_label("scale", exact=True)).to_have_accessible_description(
         re.compile(r"By default 1/sqrt\( ?D ?\)")
     )
+    expect(page.locator("#parameter-window-about")).to_contain_text("Such as [4, 0].")
 
 
 def test_top_left_causal_is_noted_if_queries_and_keys_differ_in_number(

@@ -219,8 +219,3 @@ def test_second_table_without_a_name_replaces_the_first_or_is_added(
     answer(page, "Replace")
     expect(page.locator("#status")).to_contain_text("3 queries, 3 keys")
     expect(names).to_have_text(["tensor"])
-
-
-def test_window_has_an_example_of_its_value(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    expect(page.locator("#parameter-window-about")).to_contain_text("Such as [4, 0].")
