@@ -327,17 +327,23 @@ def test_repeated_content_encoding_header_gets_415(server: Server) -> None:
         assert response.status_code == 415
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [(b"Content-Length: 999999999999\r\n\r\n", 413), (b"malformed\r\n\r\n", 400)],
+)
 def test_bytes_after_the_response_are_limited(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, head: bytes, status: int
 ) -> None:
     # the real limit is 256 MiB
     monkeypatch.setattr("qkv.server.http_protocol._MAX_IGNORED_BYTES", 1 << 20)
-    head = b"POST /v1/convert HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n"
     with open_connection(server) as connection:
-        connection.sendall(head)
-        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+        connection.sendall(b"POST /v1/convert HTTP/1.1\r\nHost: localhost\r\n" + head)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 %d " % status)
         with pytest.raises(ConnectionError):
             connection.sendall(b"a" * 100_000_000)
+
+
+def test_bytes_after_one_response_do_not_count_for_the_next() -> None:
     small = running_server(max_body_bytes=1000)
     with small as server, open_connection(server) as connection:
         connection.sendall(RUN.replace(b"%d" % len(BODY), b"2000") + b"a" * 2000 + LIVE)

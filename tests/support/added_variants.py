@@ -94,6 +94,12 @@ BROKEN: Final = {
         + "    return call.query\n",
         "attend takes Call and causal: expected Call and outputs",
     ),
+    "b_state": (
+        HEAD
+        + "from typing import NamedTuple\nclass Kept(NamedTuple):\n    count: int\n"
+        + f"def attend({QUERY}, state: Kept | None = None) -> {RETURNS}:\n    return query\n",
+        "state.count is no array: got int",
+    ),
     "b_names": (HEAD + 'def attend(query: "Flot") -> "Float":\n    return query\n', "'Flot'"),
 }
 

@@ -14,9 +14,12 @@ import pytest
 from qkv.telemetry.log_writer import BackgroundWriter
 from support.processes import TIMEOUT_S, wait_until
 
+SOCKET_BYTES = 1 << 20
+"""More than a pair of sockets holds by itself."""
+
 
 def test_slow_reader_blocks_no_writer() -> None:
-    """The writer drops and counts lines; the queued ones are written once the reader reads."""
+    """Lines above 8 MiB are dropped and counted; the others are written once the reader reads."""
     reader_end, writer_end = socket.socketpair()
     dropped: list[int] = []
     count = 0
@@ -39,7 +42,9 @@ def test_slow_reader_blocks_no_writer() -> None:
         wait_until(lambda: "qkv-lines" not in {t.name for t in threading.enumerate()})
         writer_end.close()
         reader.join(TIMEOUT_S)
-    numbers = [int(line.split()[0]) for line in b"".join(received).splitlines()]
+    text = b"".join(received)
+    assert len(text) < (8 << 20) + SOCKET_BYTES
+    numbers = [int(line.split()[0]) for line in text.splitlines()]
     assert numbers == sorted(numbers)
     assert len(numbers) == count - sum(dropped)
 
