@@ -292,7 +292,8 @@ NOT_TENSORS = [
 @pytest.mark.parametrize(
     ("text", "detail", "where", "group"),
     [(*row, "inputs") for row in NOT_TENSORS]
-    + [(*NOT_TENSORS[-1], group) for group in ("tensors", "layer")],
+    # a list, bytes and a repeated name: the code of each names the group
+    + [(*row, g) for row in (NOT_TENSORS[0], *NOT_TENSORS[-2:]) for g in ("tensors", "layer")],
 )
 def test_invalid_tensor_is_rejected(text: str, detail: str, where: str, group: str) -> None:
     body = f'{{"{group}": {{"a~/b": {text}}}}}'
