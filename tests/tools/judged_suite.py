@@ -181,6 +181,8 @@ class Suite:
         """Starts pytest in the checkout of the tests, with the copy of the code."""
         examples = self._notes / "hypothesis"  # not those that an earlier mutant has failed
         shutil.rmtree(examples, ignore_errors=True)
+        # a process of xdist may run this, as in the test of this module
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
         path = [str(self.code), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {
             "PYTHONPATH": os.pathsep.join(path),
@@ -192,7 +194,7 @@ class Suite:
             return subprocess.Popen(
                 [sys.executable, "-m", "pytest", "-q", *options, *words],
                 cwd=self._root,
-                env=os.environ | variables,
+                env=inherited | variables,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
