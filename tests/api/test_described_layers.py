@@ -9,6 +9,7 @@ import pytest
 
 from support.described_checkpoints import PROOF, described_bert
 from support.known_requests import assert_problem
+from support.openapi_schemas import assert_matches_document
 from support.service import Server, running_server
 
 NAME: Final = "small.encoder.layer.1"
@@ -44,6 +45,7 @@ def test_proof_is_noted_once(described: Server, kind: str) -> None:
         del document["outputs"]
     response = described.http.post(f"/v1/{kind}/softmax", json=document)
     assert response.status_code == 200, response.text
+    assert_matches_document(described.http.get("/openapi.json").json(), response)
     (note,) = response.json()["notes"]
     assert note == (
         f"{NAME} was compared with the real module: an error of 2.5e-07, for up to 6 tokens, with "
