@@ -184,7 +184,7 @@ class SharedState:
     @property
     def stuck_processes(self) -> list[int]:
         """The indices of the processes whose event loop or device is stuck."""
-        # copies: a process that is replaced sets both to 0, also between two looks
+        # copies: the supervisor clears the row of a process that has ended, also between two looks
         heartbeat, busy = self._rows["heartbeat"].copy(), self._rows["busy_since"].copy()
         now = _now()
         is_stuck = (heartbeat > 0) & (now - heartbeat > self._stuck_s)
