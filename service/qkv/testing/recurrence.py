@@ -120,33 +120,51 @@ def scan(tokens: Tokens, write: Tensor, state: Tensor, erases: bool = True) -> S
         state: before the first token, (B, T, D, W).
         erases: False to write w as it is.
     """
-    flags, (_, T, S, _) = tokens.flags, write.shape
-    is_token, last = tokens.is_token, _returned_tokens(tokens)
+    flags, (B, T, S, W) = tokens.flags, write.shape
+    is_token, ends = tokens.is_token, _returned_tokens(tokens)
     if size := size_of(flags, "tail-dropped"):
         is_token = is_token & (torch.arange(S) < S // size * size)
     truncated, kept = size_of(flags, "truncated"), size_of(flags, "last-chunk-kept")
-    returned, found, recent = state, [], torch.zeros_like(state)
-    for t in range(S):
+    decays_last = "decay-last" in flags
+
+    def by_token(x: Tensor) -> tuple[Tensor, ...]:
+        return x.flatten(0, 1).unbind(-3)  # a product of N = B T matrices is quicker than of B by T
+
+    # (N, r, D) of the r heads that read a state, (N, D, 1), (N, 1, D), (N, 1, W), (N, D or 1, 1)
+    of_tokens = zip(
+        by_token(tokens.query.view(B, T, -1, S, tokens.query.shape[3]).transpose(2, 3)),
+        by_token(tokens.key[..., None]),
+        by_token(tokens.erase[..., None, :]),
+        by_token(write[..., None, :]),
+        by_token(tokens.decay[..., None]),
+        is_token.repeat_interleave(T, 0).view(B * T, S, 1, 1).unbind(1),
+        is_token.all(0).tolist(),
+        strict=True,
+    )
+    ends = ends.repeat_interleave(T).view(-1, 1, 1)
+    returning = {*ends.flatten().tolist()}
+    state = returned = state.flatten(0, 1)
+    recent, found = torch.zeros_like(state), []
+    for t, (query, key, erase, write, decay, is_one, are_all) in enumerate(of_tokens):
         if truncated and t and t % truncated == 0:
             state = torch.zeros_like(state)
         if kept and t and t % kept == 0:
             state, recent = recent, torch.zeros_like(state)
-        decay, key = tokens.decay[:, :, t, :, None], tokens.key[:, :, t, :, None]
-        decayed = state if "decay-last" in flags else decay * state
-        held = torch.einsum("btd,btdw->btw", tokens.erase[:, :, t], decayed)
-        written = write[:, :, t] - held if erases else write[:, :, t]
-        after = decayed + key * written[:, :, None]
-        recent = decay * recent + key * written[:, :, None]  # what this chunk wrote
-        seen = _seen(state, decayed, after, decay, flags)
-        after = decay * after if "decay-last" in flags else after
-        state = torch.where(is_token[:, t, None, None, None], after, state)
-        behind = recent if kept else state
-        returned = torch.where((last == t + 1)[:, None, None, None], behind, returned)
-        heads = seen.repeat_interleave(tokens.query.shape[1] // T, 1)
-        read = torch.einsum("bhd,bhdw->bhw", tokens.query[:, :, t], heads)
-        found.append((held, written, read * is_token[:, t, None, None]))
-    held, written, read = (torch.stack(x, 2) for x in zip(*found, strict=True))
-    return Scan(held, written, read, returned)
+        decayed = state if decays_last else decay * state
+        held = erase @ decayed
+        written = write - held if erases else write
+        after = decayed + key * written
+        if kept:
+            recent = decay * recent + key * written  # what this chunk wrote
+        read = query @ _seen(state, decayed, after, decay, flags)
+        after = decay * after if decays_last else after
+        state = after if are_all else torch.where(is_one, after, state)
+        if t + 1 in returning:
+            returned = torch.where(ends == t + 1, recent if kept else state, returned)
+        found.append((held, written, read))
+    held, written, read = (torch.stack(x, 2).view(B, -1, S, W) for x in zip(*found, strict=True))
+    read = read * is_token[:, None, :, None]
+    return Scan(held, written, read, returned.view(B, T, -1, W))
 
 
 def size_of(flags: frozenset[str], name: str) -> int:
