@@ -93,12 +93,10 @@ TYPESCRIPT_FAULTS: Final = (
 def python_generators(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the programs of an environment that has the generators for Python."""
     folder = tmp_path_factory.mktemp("generators")
-    run(folder, sys.executable, "-m", "venv", "env")
-    programs = folder / "env/bin"
-    # each program runs once or twice, so that compiling all modules would take longer
-    pip = (programs / "python", "-m", "pip", "-q", "install", "--no-compile")
-    run(folder, *pip, *PYTHON_GENERATORS)
-    return programs
+    uv = (sys.executable, "-m", "uv", "-q")
+    run(folder, *uv, "venv", "env")
+    run(folder, *uv, "pip", "install", "--python", "env", *PYTHON_GENERATORS)
+    return folder / "env/bin"
 
 
 @pytest.fixture(scope="session")
