@@ -3,8 +3,9 @@
 SCHEMATHESIS_EXAMPLES is the number of random bodies for each operation. By default it is 3, and one
 operation of runs and one of gradients are checked, those with the fewest inputs: the others have
 the same parts, such as the 300 wrong spellings of a tensor. They differ in what the other test
-sends, and in what `test_document.py` compares. A comparison has all inputs, layers and parameters,
-half of all bodies, and is rare. By hand, with all operations:
+sends, and in what `test_document.py` compares. A comparison has the same parts too, many times:
+half of all bodies. It gets random ones here, and others in `test_compare_refusals.py`. By hand,
+with everything:
 
     SCHEMATHESIS_EXAMPLES=300 make test-all ARGS=tests/api/openapi/test_schemathesis.py
 """
@@ -27,12 +28,12 @@ from support.paths import ROOT
 from support.service import Server
 
 EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", "")
-COMPARE = r"^/v1/compare$"
 OTHER_VARIANTS = r"^/v1/(attention|gradients)/(?!linear_layer$)"
-OPERATIONS = {
-    "most": ("--exclude-path-regex", f"{COMPARE}|{OTHER_VARIANTS}"),
-    "compare": ("--include-path-regex", COMPARE),
-}
+QUICK = """
+[[operations]]
+include-path = "/v1/compare"
+phases.coverage.enabled = false
+"""
 PATHS = [
     f"/v1/{what}/{name}"
     for what in ("attention", "gradients")
@@ -43,26 +44,18 @@ PATHS = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # a run by hand may take long
-@pytest.mark.parametrize(
-    "operations",
-    [
-        "most",
-        pytest.param("compare", marks=pytest.mark.rare("service/qkv/api", "service/qkv/wire")),
-    ],
-)
-def test_every_check_of_schemathesis_passes(
-    serve: Callable[..., Server], tmp_path: Path, operations: str
-) -> None:
+def test_every_check_of_schemathesis_passes(serve: Callable[..., Server], tmp_path: Path) -> None:
     """Checks examples, boundaries, random bodies and sequences of requests, valid and invalid."""
     served = serve()
+    (tmp_path / "schemathesis.toml").write_text("" if EXAMPLES else QUICK)
     led = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json"),
             *("--max-examples", EXAMPLES or "3", "--generation-deterministic", "--no-color"),
-            *(() if EXAMPLES else OPERATIONS[operations]),
+            *(() if EXAMPLES else ("--exclude-path-regex", OTHER_VARIANTS)),
         ],
-        cwd=tmp_path,  # it writes files
+        cwd=tmp_path,  # it reads the configuration there, and writes files
         env=os.environ | {"SCHEMATHESIS_HOOKS": "support.schemathesis_hooks", "PYTHONPATH": led},
         capture_output=True,
         text=True,
