@@ -1,4 +1,4 @@
-"""The float64 reference of a variant: its steps, one item and a few rows of queries at a time."""
+"""The float64 reference of a variant: its steps, one item and some rows of queries at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from qkv.attention.signature import TAIL, Input, Output, State
 from qkv.attention.step import Step
 
-_ROWS: Final = 16  # of queries at a time: a step may have a number for each row, key and channel
+_ROWS: Final = 16  # of queries at a time, at least
+_NUMBERS: Final = 1 << 21  # of a step at a time, which may have one for each row, key and channel
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,13 @@ class Reference:
             return
         query = arguments[self.inputs["query"].argument]
         L, offset = query.shape[2], arguments.get("query_offset", 0)
+        key = arguments[self.inputs["key"].argument]
         if offset == "end":
             lengths = arguments.get("key_lengths_B")
-            key = arguments[self.inputs["key"].argument]
             offset = (key.shape[2] if lengths is None else int(lengths)) - L
-        for start in range(0, L, _ROWS):
-            part = self._cut(arguments, "L", slice(start, start + _ROWS))
+        rows = max(_ROWS, _NUMBERS // max(1, query.shape[1] * key.shape[2] * key.shape[3]))
+        for start in range(0, L, rows):
+            part = self._cut(arguments, "L", slice(start, start + rows))
             yield {**part, "query_offset": offset + start}
 
     def _cut(self, arguments: Mapping[str, Any], letter: str, part: slice) -> dict[str, Any]:

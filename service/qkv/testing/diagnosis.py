@@ -8,7 +8,7 @@ pairs follow. Calls in the widest dtype decide: their budgets are the smallest.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,21 +57,35 @@ def _find_wrong_outputs(observations: Sequence[Observation]) -> list[str]:
     wrong = [o for o in wrong if _WIDTH.index(o.call.dtype) == widest]
     same_dtype = [o for o in observations if o.call.dtype == wrong[0].call.dtype]
     right = [o for o in same_dtype if not _is_output_wrong(o)]
-    wrong.sort(key=lambda o: o.results["output"].numel())
+    wrong.sort(key=_size)
     active = [h for h in _singles() if any(h.changes[0](o.call) is not o.call for o in wrong)]
     # the reference of other variants is too slow for hundreds of pairs
     pairs = _pairs(active) if has_derivation(wrong[0].call) else ()
     for hypotheses in (active, pairs):
-        kept: list[tuple[float, _Hypothesis]] = [(0.0, h) for h in hypotheses]
-        for observation in [*wrong, *right]:
-            kept = [
-                (max(worst, units), h)
-                for worst, h in kept
-                if (units := _distance(observation, h)) <= 1
-            ]
-        if kept:
+        if kept := _kept(hypotheses, [*wrong, *right], _distance):
             return _ranked(kept)
     return []
+
+
+def _kept(
+    hypotheses: Iterable[_Hypothesis],
+    observations: Sequence[Observation],
+    distance: Callable[[Observation, _Hypothesis], float],
+) -> list[tuple[float, _Hypothesis]]:
+    """Returns the hypotheses that are within budget of all observations, with the largest distance.
+
+    The first observations reject nearly all, so they should be small.
+    """
+    kept = [(0.0, h) for h in hypotheses]
+    for observation in observations:
+        kept = [
+            (max(worst, units), h) for worst, h in kept if (units := distance(observation, h)) <= 1
+        ]
+    return kept
+
+
+def _size(observation: Observation) -> int:
+    return observation.results["output"].numel()
 
 
 def _ranked(kept: list[tuple[float, _Hypothesis]]) -> list[str]:
@@ -122,12 +136,7 @@ def _find_wrong_gradients(failed: Sequence[Observation]) -> list[str]:
     chosen = [o for o in failed if _WIDTH.index(o.call.dtype) == widest]
     if not all(any(n.startswith("grad ") for n in o.results) for o in chosen):
         return []
-    kept = []
-    for hypothesis in _singles():
-        units = [_gradient_distance(o, hypothesis) for o in chosen]
-        if max(units) <= 1:
-            kept.append((max(units), hypothesis))
-    return _ranked(kept)
+    return _ranked(_kept(_singles(), sorted(chosen, key=_size), _gradient_distance))
 
 
 def _gradient_distance(observation: Observation, hypothesis: _Hypothesis) -> float:
