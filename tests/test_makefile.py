@@ -14,8 +14,10 @@ from support.paths import ROOT
 
 _PYTHON = """#!/bin/sh
 case "$*" in
--c*|*"pip config"*) ;;
-*install*) echo "$*" | sed 's/.*--no-compile/pip/; s/.*constraints.txt/uv/' >> calls
+-c*) ;;
+*"pip config"*) cat index ;;
+*install*) echo "$*${UV_DEFAULT_INDEX:+ from $UV_DEFAULT_INDEX}" |
+    sed 's/.*--no-compile/pip/; s/.*constraints.txt/uv/' >> calls
     test ! -e fails ;;
 *venv*) rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python
     printf '#!/bin/sh\\necho "qkv $*" >> calls' > .venv/bin/qkv; chmod +x .venv/bin/qkv
@@ -41,7 +43,7 @@ class Checkout:
         """Runs a target; returns what it has called."""
         calls = self.folder / "calls"
         calls.write_text("")
-        own = {n: v for n, v in os.environ.items() if not re.match("MAKE|TORCH_INDEX|PIP_", n)}
+        own = {n: v for n, v in os.environ.items() if not re.match("MAKE|TORCH_INDEX|PIP_|UV_", n)}
         words = ["make", target, f"PYTHON={self.folder / 'python'}"]
         done = subprocess.run(
             words, cwd=self.folder, env=own | variables, capture_output=True, text=True, check=False
@@ -112,6 +114,16 @@ def test_torch_comes_from_its_own_index_first(checkout: Checkout) -> None:
         SERVER[2],
         "qkv serve",
     ]
+
+
+def test_uv_gets_the_index_of_pip(checkout: Checkout) -> None:
+    (checkout.folder / "index").write_text("https://example.org/of-a-file")
+    assert checkout.make("serve")[3] == "uv -e .[server] from https://example.org/of-a-file"
+    calls = checkout.make("docs", PIP_INDEX_URL="https://example.org/of-pip")
+    assert calls[0] == "uv -e .[dev] from https://example.org/of-pip"
+    (checkout.folder / ".venv/.serves").unlink()
+    calls = checkout.make("serve", UV_DEFAULT_INDEX="https://example.org/of-uv", PIP_INDEX_URL="no")
+    assert calls[3] == "uv -e .[server] from https://example.org/of-uv"
 
 
 def test_every_target_has_its_variables(checkout: Checkout) -> None:
