@@ -27,6 +27,9 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 # Some images forbid Python to keep its bytecode. Every process of the tests would compile all anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Seconds that uv waits for an index: its own 30 are few for one that first fetches what it serves.
+export UV_HTTP_TIMEOUT ?= 180
+
 # The stamp holds the path of the checkout, because a virtual environment contains its own path. A copied
 # or moved checkout would otherwise run the code of the first one.
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.serves 2>/dev/null)" = "$$(pwd -P)" && echo yes)
