@@ -14,7 +14,7 @@ from qkv.attention.signature import TAIL, Input, Output, State
 from qkv.attention.step import Step
 
 _ROWS: Final = 16  # of queries at a time, at least
-_NUMBERS: Final = 1 << 21  # of a step at a time, which may have one for each row, key and channel
+_NUMBERS: Final = 1 << 19  # of a step at a time, which may have one for each row, key and channel
 
 
 @dataclass(frozen=True)
