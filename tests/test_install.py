@@ -355,6 +355,8 @@ def test_server_and_tracing_extras_run_a_service(installed: Installed, tmp_path:
 
     with trace_collector() as (collector, paths):
         endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector}
+        with pytest.raises(AssertionError, match=r"\[tracing\]"), serving(server, **endpoint):
+            pass
         server.install(f"{server.wheel}[tracing]")
         with serving(server, **endpoint) as url:
             check_command(server, tmp_path, "--url", url)
