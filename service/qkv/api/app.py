@@ -14,7 +14,7 @@ from fastapi import APIRouter, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute, iter_route_contexts
+from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -155,23 +155,22 @@ def create_app(
         license_info={"name": "Apache 2.0", "identifier": "Apache-2.0"},
         lifespan=lambda _: _running(runtime),
         middleware=_middleware(runtime, *inner),
+        # not `include_router`, which makes each route a second time
+        routes=[route for router in routers for route in router.routes],
         **_PLAIN,
     )
-    for router in routers:
-        app.include_router(router)
     app.state.runtime = runtime
     # Swagger UI's files, so that the page sends no request to another host
     static = StaticFiles(packages=[("fastapi_offline", "static")])
     app.mount(SWAGGER_PATH, GZipMiddleware(static))
     _add_document(app, is_guarded=runtime.api_keys is not None)
-    list(iter_route_contexts(app.routes))  # FastAPI makes them now, not with the first request
     return app
 
 
 def build_models() -> None:
     """Builds the models of bodies and responses, which the processes forked later then have.
 
-    They take two thirds of the 0.5 s in which a worker creates its application.
+    They take most of the time in which a worker creates its application.
     """
     run_models.build(catalogue.variants().values())
     drawn_or_judged, _ = verify.new_models()
@@ -306,10 +305,8 @@ def new_metrics_app(runtime: Runtime) -> FastAPI:
         runtime: that of the service.
     """
     collector = ServiceCollector(runtime.worker.shared_state, runtime.engine.device_name)
-    router = metrics.router(collector)
-    app = FastAPI(openapi_url=None, middleware=_middleware(runtime), **_PLAIN)
-    app.include_router(router)
-    return app
+    routes = metrics.router(collector).routes
+    return FastAPI(openapi_url=None, middleware=_middleware(runtime), routes=routes, **_PLAIN)
 
 
 def _middleware(runtime: Runtime, *inner: Middleware) -> list[Middleware]:
