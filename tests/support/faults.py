@@ -31,8 +31,10 @@ class Fault:
         make: breaks the service; returns once the fault is over, or is the supervisor's.
         must_see: what clients without a second attempt and probes see.
         may_see: what they see too, if they look at that moment.
-        log: patterns of the new lines of the log, in their order.
+        log: patterns of the new lines of the log, in their order. The last one may come more
+            often, with a restart each, if `fails_again`.
         restarts: of device processes, by the metric.
+        fails_again: a start may begin before the fault is over, on a machine with other work.
         stuck_s: seconds after which a process counts as stuck. Where the fault is none of that
             kind they are many, because a process that starts is silent for a while.
     """
@@ -44,6 +46,7 @@ class Fault:
     may_see: frozenset[str] = frozenset()
     log: tuple[str, ...] = ()
     restarts: int = 0
+    fails_again: bool = False
     stuck_s: int = 60
 
 
@@ -206,11 +209,13 @@ FAULTS: Final = (
         must_see=_UNREADY | _REFUSED,
         log=(rf"the device process {_KILLED}", *(rf"the device process {_FAILED}",) * 2),
         restarts=3,
+        fails_again=True,
     ),
     Fault(
         "one of two device processes fails at each start", _DEVICES,
         break_starts,
         log=(rf"{_NUMBERED} {_KILLED}", *(rf"{_NUMBERED} {_FAILED}",) * 2),
         restarts=3,
+        fails_again=True,
     ),
 )  # fmt: skip

@@ -25,6 +25,7 @@ from support.service_processes import (
     child_pids,
     device_process_pids,
     repeat_in_threads,
+    status_of,
 )
 from support.small_requests import body, outputs
 
@@ -127,10 +128,7 @@ class Service:
 
     def status_of(self, path: str) -> int:
         """Returns the status of a GET on a new connection; 0 without a response."""
-        try:
-            return httpx.get(self.process.url + path, timeout=5).status_code
-        except httpx.TransportError:
-            return 0
+        return status_of(self.process.url, path)
 
     @property
     def is_whole(self) -> bool:
@@ -185,8 +183,14 @@ def watch(service: Service) -> Iterator[list[str]]:
     url = service.process.url
     bodies = [body(1.0, rows=8 << seed, seed=seed) for seed in range(CLIENTS)]
     with ExitStack() as stack:
-        kept = [stack.enter_context(httpx.Client(timeout=TIMEOUT_S)) for _ in range(CLIENTS)]
-        expected = [send(kept[0], url, content) for content in bodies]
+        kept = [None if index % 2 else 0 for index in range(CLIENTS)]  # None: as many as it has
+        clients = [
+            stack.enter_context(
+                httpx.Client(timeout=TIMEOUT_S, limits=httpx.Limits(max_keepalive_connections=n))
+            )
+            for n in kept
+        ]
+        expected = [send(clients[0], url, content) for content in bodies]
         patient = stack.enter_context(qkv.Client(url, retries=1000))
         arrays = random_arrays()
         wanted = patient.attend("softmax", **arrays).output
@@ -200,9 +204,8 @@ def watch(service: Service) -> Iterator[list[str]]:
             if index >= CLIENTS:
                 is_right = (patient.attend("softmax", **arrays).output == wanted).all()
                 return f"patient client {'right' if is_right else 'wrong'}"
-            http: Any = kept[index] if index % 2 else httpx
             try:
-                found = send(http, url, bodies[index])
+                found = send(clients[index], url, bodies[index])
             except httpx.TransportError:
                 return "client disconnected"
             if isinstance(found, int):
@@ -213,7 +216,7 @@ def watch(service: Service) -> Iterator[list[str]]:
             yield service.seen
 
 
-def send(http: Any, url: str, content: bytes) -> bytes | int:
+def send(http: httpx.Client, url: str, content: bytes) -> bytes | int:
     """Returns the bytes of the output, or the status of an error."""
     response = http.post(url + PATH, content=content, headers=SAFETENSORS, timeout=TIMEOUT_S)
     return outputs(response) if response.status_code == 200 else int(response.status_code)

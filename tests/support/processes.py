@@ -134,11 +134,13 @@ def run_command(
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Polls until a condition holds; fails after `TIMEOUT_S`."""
+    """Polls until a condition holds, ever more slowly; fails after `TIMEOUT_S`."""
     deadline = time.monotonic() + TIMEOUT_S
+    pause_s = 0.002
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.005)
+        time.sleep(pause_s)
+        pause_s = min(1.3 * pause_s, 0.05)
 
 
 def wait_until_asleep(pid: int) -> None:

@@ -9,7 +9,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,11 +86,16 @@ def open_files(pid: int) -> set[str]:
 
 
 def status_of(url: str, path: str) -> int:
-    """Returns the status of a GET on a new connection; 0 without a response."""
-    try:
-        return httpx.get(url + path, timeout=5).status_code
-    except httpx.TransportError:
-        return 0
+    """Returns the status of a GET on a new connection; 0 without a response.
+
+    Tests look many times a second, and a client of httpx takes ten times as long to make.
+    """
+    with closing(HTTPConnection(url.removeprefix("http://"), timeout=5)) as connection:
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except (OSError, HTTPException):
+            return 0
 
 
 def refuses_connections(host: str, port: int) -> bool:
