@@ -27,6 +27,7 @@ from support.right_recurrences import RULES, RecurrentDraw
 
 GATED_DELTA: dict[str, Any] = {"rule": "gated_delta"}
 FEW = ["normal", "chunk tail", "state"]
+MANY = [*FEW, "long history", "grouped heads", "key sizes", "tiny"]
 FAST: dict[str, Any] = {"dtype": "float32", **GATED_DELTA}
 
 
@@ -55,12 +56,16 @@ def test_loop_is_the_reference_with_every_family(name: str) -> None:
 @pytest.mark.parametrize("bug", ["scale-missing", *RECURRENT_BUGS])
 def test_planted_bug_is_found_and_named(bug: str) -> None:
     normalizes = bug in ("keys-not-normalized", "epsilon-in-normalizer")
-    families = [*FEW, "long history", "grouped heads", "key sizes", "tiny"]
-    options = {"families": families, **FAST} | ({"normalize_qk": True} if normalizes else {})
-    report = verify(chunked_rule(bug), "gated", **options)
+    options: dict[str, Any] = {"normalize_qk": True} if normalizes else {}
+    report = verify(chunked_rule(bug), "gated", families=MANY, **FAST, **options)
     assert not report.passed
     assert report.diagnosis[:1] == [bug], report
-    assert verify(chunked_rule(), "gated", **options).passed
+
+
+@each("options", [{}, {"normalize_qk": True}])
+def test_rule_without_a_bug_passes(options: dict[str, Any]) -> None:
+    report = verify(chunked_rule(), "gated", families=MANY, **FAST, **options)
+    assert report.passed, report
 
 
 @each("bug", ["state-transposed", "history-truncated", "beta-not-applied"])

@@ -12,10 +12,15 @@ budget for any other variant.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from qkv.testing.plain_softmax import Evaluation
+
+_NUMBERS: Final = 1 << 16
+"""Differences in memory at a time, which are (B, H, L, S) for each column of the values."""
 
 
 def unit_roundoffs(dtype: torch.dtype) -> tuple[float, float]:
@@ -36,8 +41,17 @@ def smallest(dtype: torch.dtype) -> float:
     return info.smallest_normal * info.eps
 
 
-def score_error(steps: Evaluation, dtype: torch.dtype, u: float) -> Tensor:
-    """Returns the bound of the error of each score in the exponent, (B, H, L, S)."""
+def score_error(
+    steps: Evaluation, dtype: torch.dtype, u: float, changes: Tensor | None = None
+) -> Tensor:
+    """Returns the bound of the error of each score in the exponent, (B, H, L, S).
+
+    Args:
+        steps: of the call in float64.
+        dtype: of the inputs.
+        u: unit roundoff of the sums.
+        changes: those of the running maximum, if they are known.
+    """
     t = _narrow_roundoff(dtype)
     D = steps.query.shape[-1]
     size = abs(steps.scale) * (steps.query.abs() @ steps.key.abs().mT)
@@ -48,7 +62,7 @@ def score_error(steps: Evaluation, dtype: torch.dtype, u: float) -> Tensor:
         error = error * (1 - nearest.tanh() ** 2) + 4 * u * steps.scores.nan_to_num(neginf=0).abs()
     scores = steps.scores.nan_to_num(neginf=0.0).abs()
     largest = scores.amax(-1, keepdim=True)
-    changes = _maximum_changes(steps.scores)
+    changes = _maximum_changes(steps.scores) if changes is None else changes
     return error + 2 * u * (changes + 1) * largest + 40 * u
 
 
@@ -61,7 +75,8 @@ def output_budget(steps: Evaluation, dtype: torch.dtype, u: float | None = None)
         u: unit roundoff of the sums; None: that of float32, or of float64 for float64 inputs.
     """
     u, t = (unit_roundoffs(dtype)[0] if u is None else u), unit_roundoffs(dtype)[1]
-    error = score_error(steps, dtype, u)
+    changes = _maximum_changes(steps.scores)
+    error = score_error(steps, dtype, u, changes)
     p, value, output = steps.weights, steps.value, steps.output
     mass = p @ value.abs()
     if steps.is_normalized:
@@ -69,7 +84,7 @@ def output_budget(steps: Evaluation, dtype: torch.dtype, u: float | None = None)
     else:
         moved = (p * error.clamp(max=50).expm1()) @ value.abs()
     n = steps.visible.sum(-1, keepdim=True)
-    sums = gamma(n + _maximum_changes(steps.scores) + 8, u) * (mass + output.abs())
+    sums = gamma(n + changes + 8, u) * (mass + output.abs())
     sums = sums + _sum_rounding(steps, u) * mass
     lost = smallest(dtype) + torch.finfo(torch.float32).smallest_normal
     underflow = lost * (steps.visible.double() @ value.abs()) + smallest(dtype) + n * lost
@@ -81,7 +96,8 @@ def output_budget(steps: Evaluation, dtype: torch.dtype, u: float | None = None)
 
 def weight_error(steps: Evaluation, dtype: torch.dtype, u: float) -> Tensor:
     """Returns the bound of the error of each weight, (B, H, L, S)."""
-    error = score_error(steps, dtype, u).clamp(max=50)
+    changes = _maximum_changes(steps.scores)
+    error = score_error(steps, dtype, u, changes).clamp(max=50)
     p = steps.weights
     least = (p * (-error).exp()).sum(-1, keepdim=True).clamp(min=1e-300)
     largest = (p * error.exp()).sum(-1, keepdim=True)
@@ -89,7 +105,7 @@ def weight_error(steps: Evaluation, dtype: torch.dtype, u: float) -> Tensor:
         error.exp() / least - 1, 1 - (-error).exp() / largest.clamp(min=1e-300)
     )
     n = steps.visible.sum(-1, keepdim=True)
-    sums = (gamma(n + _maximum_changes(steps.scores) + 8, u) + _sum_rounding(steps, u)) * p
+    sums = (gamma(n + changes + 8, u) + _sum_rounding(steps, u)) * p
     tiny = torch.finfo(torch.float32).smallest_normal
     return torch.minimum(moved, torch.ones_like(p)) + sums + tiny * steps.visible
 
@@ -121,10 +137,16 @@ def _centred(steps: Evaluation, error: Tensor) -> Tensor:
     """Returns the bound of the change of a normalised average, if scores move by `error`."""
     p, error = steps.weights, error.clamp(max=50)
     least = (p * (-error).exp()).sum(-1, keepdim=True).clamp(min=1e-300)
-    factor = p * error.expm1() / least
-    moved = torch.empty_like(steps.output)
-    for e in range(steps.value.shape[-1]):  # a column at a time: (B, H, L, S) in memory
-        distance = (steps.value[..., None, :, e] - steps.output[..., e, None]).abs()
-        farthest = distance.masked_fill(~steps.visible, 0.0).amax(-1)
-        moved[..., e] = torch.minimum((factor * distance).sum(-1), farthest)
-    return moved
+    factor = (p * error.expm1() / least)[..., None]
+    seen = steps.visible.double()[..., None, :]
+    columns = max(1, _NUMBERS // factor.numel())
+    moved = []
+    for value, output in zip(
+        steps.value.mT.contiguous()[:, :, None].split(columns, 3),
+        steps.output.split(columns, 3),
+        strict=True,
+    ):
+        distance = (value - output[..., None]).abs()
+        farthest = (distance * seen).amax(-1)
+        moved.append(torch.minimum((distance @ factor)[..., 0], farthest))
+    return torch.cat(moved, -1)
