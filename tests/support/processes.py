@@ -134,11 +134,12 @@ def run_command(
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Polls until a condition holds; fails after `TIMEOUT_S`."""
-    deadline = time.monotonic() + TIMEOUT_S
+    """Polls until a condition holds, the less often the longer; fails after `TIMEOUT_S`."""
+    start = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.005)
+        waited_s = time.monotonic() - start
+        assert waited_s < TIMEOUT_S, "the condition did not become true"
+        time.sleep(min(max(waited_s / 10, 0.005), 0.05))
 
 
 def wait_until_asleep(pid: int) -> None:
