@@ -90,14 +90,14 @@ def test_unchanged_bodies_are_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@examples(200)
+@examples(120)
 @given(st.binary(max_size=300) | st.text('[]{},:"01.-etrufalsn').map(str.encode))
 def test_any_bytes_are_accepted_or_rejected(name: str, body: bytes) -> None:
     assert_decodes_or_refuses(DECODERS[name][0], body)
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@examples(500)
+@examples(250)
 @given(st.data())
 def test_changed_bodies_are_accepted_or_rejected(name: str, data: st.DataObject) -> None:
     decode, valid = DECODERS[name]
@@ -119,7 +119,7 @@ DOCUMENTS: Final[dict[str, tuple[str, bytes, Callable[[bytes], bytes]]]] = {
 
 
 @pytest.mark.parametrize("form", DOCUMENTS)
-@examples(200)
+@examples(120)
 @given(st.data())
 def test_any_value_in_any_place_is_accepted_or_rejected(form: str, data: st.DataObject) -> None:
     name, valid, body_of = DOCUMENTS[form]
@@ -134,13 +134,13 @@ def test_any_value_in_any_place_is_accepted_or_rejected(form: str, data: st.Data
     assert_decodes_or_refuses(DECODERS[name][0], body_of(stdlib.dumps(document).encode()))
 
 
-@examples(300)
+@examples(150)
 @given(mutated(["v2", "v2 in JSON"]), st.none() | st.integers(0, 2**66) | st.integers(0, 1200))
 def test_any_json_length_is_accepted_or_rejected(body: bytes, length: int | None) -> None:
     assert_decodes_or_refuses(lambda body: open_inference.decode(body, "inputs", length), body)
 
 
-@examples(200)
+@examples(120)
 @given(st.text(max_size=30) | st.integers().map(str))
 def test_any_length_header_is_accepted_or_rejected(header: str) -> None:
     length = result_or_refusal(lambda: open_inference.json_length(header))
@@ -171,7 +171,7 @@ def test_long_name_is_rejected_without_copies(name: str, inside: bytes) -> None:
 # compressed bodies
 
 
-@examples(300)
+@examples(150)
 @given(st.binary(max_size=200) | mutated(["gzip", "deflate"]))
 def test_compressed_bodies_are_accepted_or_rejected(packed: bytes) -> None:
     whole = result_or_refusal(

@@ -164,7 +164,7 @@ def as_64_bits(digits: str) -> int | float:
 
 
 @pytest.mark.slow
-@examples(500)
+@examples(250)
 @given(OBJECTS)
 @example('{"a":{"b":":","b":1}}')
 @example('{"a":"\\u003a","a":1}')
