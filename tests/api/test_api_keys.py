@@ -19,7 +19,7 @@ from qkv.api_keys import ApiKey, parse_api_keys, read_api_keys
 from qkv.settings import Settings
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service import Server, running_server
-from support.service_processes import child_pids
+from support.service_processes import child_pids, status_of
 
 SQUARE: Final = [[1, 0], [0, 1]]
 RUN: Final = {"inputs": {"query": SQUARE, "key": SQUARE, "value": SQUARE}}
@@ -196,8 +196,7 @@ def test_sighup_reads_the_file_again(command: Callable[..., Process], tmp_path: 
     served = command("serve", "--port", "0", "--workers", "2", QKV_API_KEYS_FILE=str(path))
 
     def status(key: str) -> int:
-        url = f"{served.url}/v1/variants"
-        return httpx.get(url, headers=bearer(key), timeout=TIMEOUT_S).status_code
+        return status_of(served.url, "/v1/variants", bearer(key))
 
     def all_give(key: str, expected: int) -> bool:
         return all(status(key) == expected for _ in range(8))  # each on a new connection
@@ -223,7 +222,7 @@ def test_sighup_reads_the_file_again(command: Callable[..., Process], tmp_path: 
     workers = child_pids(served.popen.pid)
     os.kill(workers[0], signal.SIGKILL)  # the worker in its place has the last valid keys
     wait_until(lambda: len(set(child_pids(served.popen.pid)) - set(workers)) == 1)
-    wait_until(lambda: httpx.get(f"{served.url}/readyz", timeout=TIMEOUT_S).is_success)
+    wait_until(lambda: status_of(served.url, "/readyz") == 200)
     assert all_give(B, 200)
     assert served.end() == 0
     assert not any(key in line for line in served.lines for key in (B, C))
@@ -239,7 +238,7 @@ def test_sighup_reads_the_file_under_nohup_too(
         served = command("serve", "--port", "0", "--workers", "1", QKV_API_KEYS_FILE=str(path))
     finally:
         signal.signal(signal.SIGHUP, before)
-    url = f"{served.url}/v1/variants"
+    url = served.url
     path.write_text(f"alice:{B}\n")
     served.popen.send_signal(signal.SIGHUP)
-    wait_until(lambda: httpx.get(url, headers=bearer(A), timeout=TIMEOUT_S).status_code == 401)
+    wait_until(lambda: status_of(url, "/v1/variants", bearer(A)) == 401)

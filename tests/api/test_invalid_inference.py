@@ -90,9 +90,9 @@ def test_rejected_parameters_leave_little_behind(server: Server) -> None:
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    for number in range(200):
+    for number in range(100):
         send(number)
     gc.collect()
     left = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert left < 6 << 20
+    assert left < 3 << 20

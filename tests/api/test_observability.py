@@ -286,7 +286,7 @@ def test_log_lines_of_workers_are_complete(tmp_path: Path) -> None:
 
         def post(k: int) -> None:
             with httpx.Client(base_url=process.url, timeout=60) as http:
-                for i in range(150):
+                for i in range(40):
                     headers = {"Inference-Header-Content-Length": str(length), ID: f"{k}-{i}"}
                     assert http.post(INFER, content=body, headers=headers).status_code == 200
 
@@ -300,7 +300,7 @@ def test_log_lines_of_workers_are_complete(tmp_path: Path) -> None:
         listener.join(TIMEOUT_S)
         os.close(reader)
     ids = [json.loads(line)["request_id"] for line in b"".join(written).splitlines()]
-    assert Counter(ids) == {f"{k}-{i}": 1 for k in range(8) for i in range(150)}
+    assert Counter(ids) == {f"{k}-{i}": 1 for k in range(8) for i in range(40)}
 
 
 @pytest.mark.process

@@ -88,7 +88,7 @@ def test_job_from_a_plan_equals_one_validated_anew(
             Job.new(kind, variant.name, first, LIMITS)
         except InvalidContent:  # this form of weights does not exist here
             continue
-        messages = [first, with_other_numbers(first, seed), with_other_numbers(first, seed + 100)]
+        messages = [first, with_other_numbers(first, seed)]
         assert_same_with_a_plan(kind, variant.name, messages, monkeypatch)
         seen |= set(first.tensors)
         seen |= {first.fields["layer"]["layout"]} if first.layer else set()
@@ -107,7 +107,7 @@ def test_softmax_job_from_a_plan_equals_one_validated_anew(
 ) -> None:
     """Ranks, dtypes, masks that broadcast, heads in groups, all parameters."""
     for number in range(20 * block, 20 * (block + 1)):
-        messages = [decode_document(random_case(number, seed).document) for seed in range(3)]
+        messages = [decode_document(random_case(number, seed).document) for seed in range(2)]
         assert_same_with_a_plan(Plan, "softmax", messages, monkeypatch)
 
 
@@ -125,7 +125,7 @@ def test_extreme_numbers_take_their_own_code_path(dtype: str) -> None:
     """The plan is that of other numbers; the kernel depends on the numbers of each job."""
     random, plans, backends = np.random.default_rng(0), PlanCache(LIMITS), []
     outputs = (["output"], ["output"], ["output", "weights"], ["weights", "scores"])
-    for turn in range(140):
+    for turn in range(70):
         G, K, L, S, D = (int(random.choice([1, 2, 3, 7, 16, 33])) for _ in range(5))
         E = D if random.random() < 0.8 else D + 1
         shapes = (1, G * K, L, D), (1, G, S, D), (1, G, S, E)

@@ -22,7 +22,10 @@ Serve = Callable[..., tuple[Process, Callable[[], list[Fork]]]]
 
 @pytest.fixture
 def serve_checked(tmp_path: Path) -> Iterator[Serve]:
-    """Starts `qkv serve` with other arguments and environment; gives also its forks so far."""
+    """Starts `qkv serve` with other arguments and environment; gives also its forks so far.
+
+    By default as a user starts it: what a process has imported is checked.
+    """
     log = tmp_path / "forks"
     paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {
@@ -32,7 +35,9 @@ def serve_checked(tmp_path: Path) -> Iterator[Serve]:
     }
     with ExitStack() as stack:
 
-        def start(*arguments: str, **environment: str) -> tuple[Process, Callable[[], list[Fork]]]:
+        def start(
+            *arguments: str, is_forked: bool = False, **environment: str
+        ) -> tuple[Process, Callable[[], list[Fork]]]:
             words = ("serve", "--port", "0", *arguments)
             service = stack.enter_context(
                 killed_at_the_end(
@@ -40,7 +45,7 @@ def serve_checked(tmp_path: Path) -> Iterator[Serve]:
                         words,
                         common | environment,
                         module="support.checked_forks",
-                        is_forked=False,  # what a process has imported is checked
+                        is_forked=is_forked,
                     )
                 )
             )
@@ -80,7 +85,9 @@ def test_driver_is_untouched_before_each_fork(serve_checked: Serve) -> None:
 
 
 def test_check_finds_a_supervisor_that_looks_for_the_device(serve_checked: Serve) -> None:
-    service, forks = serve_checked("--workers", "1", QKV_DEVICE="cpu", **{LOOK_FIRST: "yes"})
+    service, forks = serve_checked(
+        "--workers", "1", is_forked=True, QKV_DEVICE="cpu", **{LOOK_FIRST: "yes"}
+    )
     assert service.end() == 0
     assert len(forks()) == 2
     assert all("torch.accelerator.current_accelerator" in fork.calls for fork in forks())

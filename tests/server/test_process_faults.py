@@ -11,7 +11,6 @@ import os
 import re
 import resource
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from qkv.wire import safetensors
 from support.commands import one_error, tensors, write_tensors
 from support.known_requests import assert_problem
 from support.ports import free_port
-from support.processes import TIMEOUT_S, Process, run_command, wait_until
+from support.processes import TIMEOUT_S, Process, run_command, start_command, wait_until
 from support.service import Server
 from support.service_processes import address
 
@@ -291,13 +290,13 @@ def test_full_stdout_is_a_one_line_error() -> None:
     assert "No space left on device" in one_error("\n".join(process.lines))
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full")
 def test_full_stderr_stops_no_service() -> None:
     port = free_port()
-    words = [sys.executable, "-m", "qkv", "serve", "--port", str(port), "--workers", "1"]
-    with open("/dev/full", "w") as full:
-        started = subprocess.Popen(words, env=os.environ | {"QKV_DEVICE": "cpu"}, stderr=full)
+    words = ("serve", "--port", str(port), "--workers", "1")
+    with open("/dev/full", "w") as full, open(os.devnull, "w") as nothing:
+        started = start_command(words, {"QKV_DEVICE": "cpu"}, nothing.fileno(), full.fileno())
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as http:
 

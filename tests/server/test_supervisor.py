@@ -42,15 +42,6 @@ def service_process(command: Command) -> Process:
     return started
 
 
-@pytest.mark.slow
-def test_service_is_ready_when_all_workers_are(service_process: Process) -> None:
-    assert any(f"{WORKERS} workers" in line for line in service_process.lines)
-    assert len(child_pids(service_process.popen.pid)) == WORKERS
-    assert [status_of(service_process.url, p) for p in ("/readyz", "/livez")] == [200, 200]
-    assert service_process.end() == 0
-    assert service_process.is_serving  # it prints nothing after the curl line
-
-
 def test_exit_of_a_worker_is_logged_with_its_signal(command: Command) -> None:
     """As JSON where requests are logged as JSON; test_faults.py has the lines of text."""
     service = command("serve", "--port", "0", "--workers", "1", QKV_REQUEST_LOG="json")
@@ -124,8 +115,12 @@ def sockets_of(pid: int) -> set[str]:
 
 
 def test_simultaneous_connections_are_balanced(service_process: Process) -> None:
-    """The first worker to wake does not accept all, and a stopped worker blocks none."""
+    """The service is ready once all workers are. The first to wake does not accept all, and a
+    stopped worker blocks none."""
+    assert any(f"{WORKERS} workers" in line for line in service_process.lines)
     workers = child_pids(service_process.popen.pid)
+    assert len(workers) == WORKERS
+    assert [status_of(service_process.url, p) for p in ("/readyz", "/livez")] == [200, 200]
     before = {pid: len(sockets_of(pid)) for pid in workers}
 
     def shares() -> list[int]:
@@ -146,3 +141,5 @@ def test_simultaneous_connections_are_balanced(service_process: Process) -> None
                 assert RawRequest(one, TINY_BODY, JSON).status == 200
         finally:
             os.kill(workers[0], signal.SIGCONT)
+    assert service_process.end() == 0
+    assert service_process.lines[-1].startswith("curl ")  # it prints nothing after this line

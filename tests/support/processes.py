@@ -134,13 +134,12 @@ def run_command(
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Polls until a condition holds, ever more slowly; fails after `TIMEOUT_S`."""
-    deadline = time.monotonic() + TIMEOUT_S
-    pause_s = 0.002
+    """Polls until a condition holds, the less often the longer; fails after `TIMEOUT_S`."""
+    start = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(pause_s)
-        pause_s = min(1.3 * pause_s, 0.05)
+        waited_s = time.monotonic() - start
+        assert waited_s < TIMEOUT_S, "the condition did not become true"
+        time.sleep(min(max(waited_s / 10, 0.005), 0.05))
 
 
 def wait_until_asleep(pid: int) -> None:

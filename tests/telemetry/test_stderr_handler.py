@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import re
@@ -17,7 +16,7 @@ import httpx
 import pytest
 
 from qkv.telemetry.log_writer import StderrHandler
-from support.processes import TIMEOUT_S, wait_until
+from support.processes import TIMEOUT_S, Process, killed_at_the_end, start_command, wait_until
 from support.service_processes import JSON, PATH, TINY_BODY, child_pids
 
 FAULTY: Final = """
@@ -33,34 +32,37 @@ raise SystemExit(startup.serve(settings.Settings(port=0, workers=1, device="cpu"
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="opens a file below /proc")
 def test_service_continues_if_stderr_is_not_read() -> None:
     """Errors are logged on the event loop, and exited workers by the supervisor."""
-    service = subprocess.Popen([sys.executable, "-c", FAULTY], stderr=subprocess.PIPE)
-    assert isinstance(service.stderr, io.BufferedReader)
-    try:
-        while not (line := service.stderr.readline()).startswith(b"curl "):
-            assert line
-        url = line.split()[1].decode().removesuffix(PATH)
-        stderr_fd = os.open(f"/proc/{service.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(stderr_fd, b"\n")
-        os.close(stderr_fd)
-        with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
-            for _ in range(100):
-                assert http.post(PATH, content=TINY_BODY, headers=JSON).status_code == 500
-                assert http.get("/livez").status_code == 200
-        (worker,) = child_pids(service.pid)
-        os.kill(worker, signal.SIGKILL)
-        wait_until(lambda: child_pids(service.pid) not in ([], [worker]))
-        assert httpx.post(url + PATH, content=TINY_BODY, headers=JSON, timeout=TIMEOUT_S).is_error
-        with ThreadPoolExecutor(1) as pool:
-            rest = pool.submit(service.stderr.read)
-            service.terminate()
-            assert service.wait(TIMEOUT_S) == 0
-            assert b"a request to '/v1/attention/softmax' failed" in rest.result(TIMEOUT_S)
-    finally:
-        service.kill()
-        service.wait()
-        service.stderr.close()
+    reader, writer = os.pipe()
+    with open(writer, "wb"), open(os.devnull, "wb") as nothing:
+        service = start_command((FAULTY,), {}, nothing.fileno(), writer, "support.forked_program")
+    with open(reader, "rb") as stderr:
+        try:
+            while not (line := stderr.readline()).startswith(b"curl "):
+                assert line
+            url = line.split()[1].decode().removesuffix(PATH)
+            stderr_fd = os.open(f"/proc/{service.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(stderr_fd, b"\n")
+            os.close(stderr_fd)
+            with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+                for _ in range(100):
+                    assert http.post(PATH, content=TINY_BODY, headers=JSON).status_code == 500
+                    assert http.get("/livez").status_code == 200
+            (worker,) = child_pids(service.pid)
+            os.kill(worker, signal.SIGKILL)
+            wait_until(lambda: child_pids(service.pid) not in ([], [worker]))
+            assert httpx.post(
+                url + PATH, content=TINY_BODY, headers=JSON, timeout=TIMEOUT_S
+            ).is_error
+            with ThreadPoolExecutor(1) as pool:
+                rest = pool.submit(stderr.read)
+                service.terminate()
+                assert service.wait(TIMEOUT_S) == 0
+                assert b"a request to '/v1/attention/softmax' failed" in rest.result(TIMEOUT_S)
+        finally:
+            service.kill()
+            service.wait()
 
 
 @pytest.mark.process
@@ -68,16 +70,12 @@ def test_failing_worker_logs_its_error() -> None:
     broken = FAULTY.replace("JobRunner.new_job = ", "worker.create_app = ").replace(
         "1, device", "2, device"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", broken],
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "ZeroDivisionError" in done.stderr
-    assert re.search("^[0-9T:.+-]+ ERROR worker [01] failed$", done.stderr, re.MULTILINE)
+    process = Process((broken,), {}, module="support.forked_program")
+    with killed_at_the_end(process):
+        assert process.wait() == 1
+    stderr = "\n".join(process.lines)
+    assert "ZeroDivisionError" in stderr
+    assert re.search("^[0-9T:.+-]+ ERROR worker [01] failed$", stderr, re.MULTILINE)
 
 
 MANY: Final = """

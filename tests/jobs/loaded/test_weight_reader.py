@@ -105,7 +105,7 @@ def write_sparse(path: Path, layout: str, M: int) -> int:
 def test_sparse_checkpoint_takes_little_more_than_its_layer(tmp_path: Path) -> None:
     """It fills `QKV_MAX_CHECKPOINT_BYTES`."""
     paths = {layout: tmp_path / f"{layout}.safetensors" for layout in MOST}
-    (size,) = {write_sparse(path, layout, 4096) for layout, path in paths.items()}
+    (size,) = {write_sparse(path, layout, 3072) for layout, path in paths.items()}
     found = peaks(_LOAD.replace("SIZE", str(size)), *paths.values())
     for (layout, most), peak in zip(MOST.items(), found, strict=True):
         assert size < peak.above < most * size, layout
