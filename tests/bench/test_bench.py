@@ -135,7 +135,7 @@ def test_memory_is_sampled_before_during_and_after() -> None:
     assert memory.peak - memory.after > 0.9 * size
 
 
-@pytest.mark.rare("bench")
+@pytest.mark.rare("bench", "tests/support/forked_services.py")
 @pytest.mark.slow
 @pytest.mark.process
 def test_short_run_has_every_table_of_the_page(

@@ -58,7 +58,7 @@ def test_tables_have_their_places_in_the_page(tmp_path: Path) -> None:
     assert "| S | 2 | 8,000 | 8,000 (7,000–9,000) | 1.00 (0.875–1.12) |" in predictions
 
 
-@pytest.mark.rare("bench")
+@pytest.mark.rare("bench", "tests/support/forked_services.py")
 @pytest.mark.slow
 @pytest.mark.process
 def test_costs_of_a_service_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ rare_of_ray: Final = pytest.mark.rare(
     "deploy/ray",
     "tests/support/haproxy_cluster.py",
     "tests/support/ray_cluster.py",
+    "tests/support/ray_load.py",
     "tests/support/ray_replicas.py",
 )
 """The mark of slow tests of replicas and their proxies."""
