@@ -7,6 +7,8 @@ generators only count bytes.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import gc
 import itertools
 import pickle
 import random
@@ -33,6 +35,9 @@ _STATUS_OK: Final = b"HTTP/1.1 200 "
 ID_DIGITS: Final = 12
 NO_ID: Final = "0" * ID_DIGITS
 """The id in a body that gets a new id each time it is sent."""
+
+_waiting: Final[list[subprocess.Popen[bytes]]] = []
+"""Client processes of earlier loads, for the next ones: to start one takes 0.2 s of CPU."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +134,7 @@ def load(
     requests = (requests,) if isinstance(requests, BenchRequest) else requests
     in_flight = in_flight or connections
     count = min(PROCESSES, in_flight)
-    # Not as __main__, because it pickles classes of this module.
-    command = [sys.executable, "-c", "import load; load.main()"]
-    here, pipe = Path(__file__).parent, subprocess.PIPE
-    processes = [subprocess.Popen(command, cwd=here, stdin=pipe, stdout=pipe) for _ in range(count)]
+    processes = [_take_process() for _ in range(count)]
     try:
         for i, process in enumerate(processes):
             first = i * len(requests) // count
@@ -144,15 +146,35 @@ def load(
         for process in processes:
             _send(process, "go")
         results: list[LoadResult] = [_receive(process) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    except BaseException:
+        _end(processes)
+        raise
+    _waiting.extend(processes)
     return LoadResult(
         [timing for result in results for timing in result.timings],
         sum(result.rate for result in results),
         sum(result.cpu_s for result in results),
     )
+
+
+def _take_process() -> subprocess.Popen[bytes]:
+    """Returns a client process that waits, or a new one."""
+    try:
+        return _waiting.pop()
+    except IndexError:
+        # Not as __main__, because it pickles classes of this module.
+        command = [sys.executable, "-c", "import load; load.main()"]
+        here, pipe = Path(__file__).parent, subprocess.PIPE
+        return subprocess.Popen(command, cwd=here, stdin=pipe, stdout=pipe)
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+atexit.register(_end, _waiting)
 
 
 def _send(process: subprocess.Popen[bytes], message: Any) -> None:
@@ -166,9 +188,12 @@ def _receive(process: subprocess.Popen[bytes]) -> Any:
     """Receives a message from a client process."""
     assert process.stdout is not None
     try:
-        return pickle.load(process.stdout)
+        message = pickle.load(process.stdout)
     except EOFError:
         raise RuntimeError("a client process has failed; its error is above") from None
+    if isinstance(message, RuntimeError):
+        raise RuntimeError(f"a client process has failed: {message}")
+    return message
 
 
 class _Connection(asyncio.Protocol):
@@ -186,6 +211,9 @@ class _Connection(asyncio.Protocol):
         self.request, chunks = self._client.next_request()
         self._sent_at = time.perf_counter()
         self._transport.writelines(chunks)
+
+    def close(self) -> None:
+        self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -223,7 +251,10 @@ class LoadClient:
         return request, (before, b"%0*d" % (ID_DIGITS, next(self._ids)), after)
 
     async def run(self) -> None:
-        """Warms up, reports that it is ready, waits for the start, and reports the responses."""
+        """Warms up, reports that it is ready, waits for the start, and reports the responses.
+
+        At the end it closes the connections.
+        """
         instructions, loop = self._instructions, asyncio.get_running_loop()
         self._idle: deque[_Connection] = deque()
         for _ in range(instructions.connections):
@@ -234,7 +265,10 @@ class LoadClient:
         await self._send_requests(0.0, max(WARM_UP, instructions.connections))
         _report("ready")
         pickle.load(sys.stdin.buffer)
-        _report(await self._send_requests(instructions.duration_s, MIN_RESPONSES))
+        result = await self._send_requests(instructions.duration_s, MIN_RESPONSES)
+        for connection in self._idle:
+            connection.close()
+        _report(result)
 
     async def _send_requests(self, duration_s: float, min_responses: int) -> LoadResult:
         """Returns the responses of this process; at the end waits for those in flight."""
@@ -295,5 +329,11 @@ def encode_request(request: BenchRequest, host: str) -> tuple[bytes, bytes]:
 
 def main() -> None:
     """Runs a client process: reads instructions from stdin and writes responses to stdout."""
-    instructions = pickle.load(sys.stdin.buffer)
-    uvloop.run(LoadClient(instructions).run())
+    while True:
+        try:
+            uvloop.run(LoadClient(pickle.load(sys.stdin.buffer)).run())
+        except EOFError:
+            return
+        except RuntimeError as error:
+            _report(error)
+        gc.collect()  # bodies may have hundreds of MiB

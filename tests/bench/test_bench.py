@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import bodies
+import explicit_attention
 import fair_shares
 import load
 import numpy as np
@@ -24,6 +25,7 @@ from workloads import WORKLOADS, Workload
 
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
+from support.forked_services import forked_service
 from support.service import Server
 
 TINY: Final = (1, 2, 3, 4)
@@ -74,11 +76,10 @@ def test_workload_has_correct_responses(server: Server, workload: Workload) -> N
     assert load.load(server.address, requests, 0.05, connections=4).timings
 
 
-def test_rejection_is_a_wrong_response(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rejection_is_a_wrong_response(server: Server) -> None:
     invalid = BenchRequest("/v1/attention/softmax", {"Content-Type": "application/json"}, b"{}")
-    with pytest.raises(RuntimeError, match="has failed"):
+    with pytest.raises(RuntimeError, match=r"has failed: wrong response: b'HTTP/1\.1 422"):
         load.load(server.address, invalid, 0.05)
-    assert "wrong response: b'HTTP/1.1 422" in capfd.readouterr().err
 
 
 def test_idle_connections_are_open_and_used_in_the_warm_up(server: Server) -> None:
@@ -134,7 +135,7 @@ def test_memory_is_sampled_before_during_and_after() -> None:
     assert memory.peak - memory.after > 0.9 * size
 
 
-@pytest.mark.rare("bench")
+@pytest.mark.rare("bench", "tests/support/forked_services.py")
 @pytest.mark.slow
 @pytest.mark.process
 def test_short_run_has_every_table_of_the_page(
@@ -147,6 +148,9 @@ def test_short_run_has_every_table_of_the_page(
     monkeypatch.setattr(run, "WORKLOADS", [w for w in WORKLOADS if not w.name.startswith("600")])
     settings = fair_shares.SERVICES["one worker"]  # the other services differ in settings alone
     monkeypatch.setattr(fair_shares, "SERVICES", {"one worker": settings})
+    for module in (run, fair_shares):
+        monkeypatch.setattr(module, "running_service", forked_service)
+    monkeypatch.setattr(explicit_attention, "usable_cpus", lambda: 1)  # one process, not four
     run.main(["--quick", "--seconds", "0.05", "--json", str(file), "--write"])
     results = tables.read_results(file)
     texts, printed, written = results.texts, capsys.readouterr().out, page.read_text()

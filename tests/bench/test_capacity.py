@@ -10,6 +10,8 @@ from capacity_model import FIRST_FORM, UNITS, Cost, Prediction, predict_rate, ra
 from capacity_tables import build_tables
 from tables import END, Results, write_page
 
+from support.forked_services import forked_service
+
 SMALL = Cost("S", FIRST_FORM, "float32", 50_000, 10_000, 10**6, [90e-6, 110e-6, 100e-6], [5e-5])
 LARGE = Cost("L", FIRST_FORM, "float32", 6_000_000, 2_000_000, 2 * 10**9, [8.04e-3], [3e-2])
 NARROW = LARGE._replace(form="q, k, v in bfloat16", dtype="bfloat16", bytes_in=3_000_000)
@@ -56,10 +58,11 @@ def test_tables_have_their_places_in_the_page(tmp_path: Path) -> None:
     assert "| S | 2 | 8,000 | 8,000 (7,000–9,000) | 1.00 (0.875–1.12) |" in predictions
 
 
-@pytest.mark.rare("bench")
+@pytest.mark.rare("bench", "tests/support/forked_services.py")
 @pytest.mark.slow
 @pytest.mark.process
-def test_costs_of_a_service_are_measured() -> None:
+def test_costs_of_a_service_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "running_service", forked_service)
     plan = capacity.QUICK._replace(seconds=0.5)
     costs = list(capacity.measure_costs(plan))
     assert [cost.form for cost in costs] == list(capacity.FORMS)

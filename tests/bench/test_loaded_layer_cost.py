@@ -5,10 +5,13 @@ from __future__ import annotations
 import loaded_layer_cost
 import pytest
 
+from support.forked_services import forked_service
+
 
 @pytest.mark.slow
 def test_every_row_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded_layer_cost, "BURSTS", 2)
+    monkeypatch.setattr(loaded_layer_cost, "running_service", forked_service)
     table = loaded_layer_cost.measure(0.2)
     assert [row[0] for row in table.rows] == [
         "queries, keys, values", "x and a loaded layer", "x and the layer's tensors",

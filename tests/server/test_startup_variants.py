@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,27 +18,13 @@ import torch
 
 from qkv.attention import variant_file
 from support import small_checkpoints
-from support.processes import TIMEOUT_S, Process, wait_until
+from support.processes import TIMEOUT_S, Process, killed_at_the_end, wait_until
 from support.service_processes import child_pids, device_process_pid, status_of
 from support.small_checkpoints import HEADS, LLAMA, llama_tensors
 
 COSINE: Final = variant_file.example()
 QUERY: Final = [[1.0, 0.0], [0.0, 2.0]]
 INPUTS: Final = {"query": QUERY, "key": QUERY, "value": [[1.0], [3.0]]}
-
-WITHOUT_WORKERS: Final = """
-import json, os, sys
-from fastapi.testclient import TestClient
-from qkv.api.app import create_app
-from qkv.settings import Settings
-for settings, method, path, body in json.loads(sys.argv[1]):
-    if not os.fork():  # a process loads the variants of one folder
-        with TestClient(create_app(Settings(device="cpu", **settings))) as http:
-            one, other = (http.request(method, path, json=body).json() for _ in range(2))
-        print(json.dumps([one, other]), flush=True)
-        os._exit(0)
-    os.wait()
-"""
 
 CHANGES_SINKS: Final = '''
 """Attention to nothing but the sinks."""
@@ -150,17 +135,13 @@ class Applications:
 
 @pytest.fixture(scope="module")
 def applications(tmp_path_factory: pytest.TempPathFactory) -> Applications:
-    """Returns four applications of one process, which imports the package once."""
+    """Returns three applications, each of a folder with one variant."""
     root = tmp_path_factory.mktemp("variants")
-    texts = {
-        "right": COSINE,
-        "wrong": COSINE.replace("@ value\n", "@ value.square()\n"),
-        "doubled": CHANGES_SINKS,
-    }
+    texts = {"cosine": COSINE.replace("@ value\n", "@ value.square()\n"), "doubled": CHANGES_SINKS}
     for name, text in texts.items():
         (root / name).mkdir()
-        (root / name / f"{'doubled' if name == 'doubled' else 'cosine'}.py").write_text(text)
-    right, wrong, doubled = ({"variants": str(root / name)} for name in texts)
+        (root / name / f"{name}.py").write_text(text)
+    wrong, doubled = ({"variants": str(root / name)} for name in texts)
     tensors = llama_tensors() | {"model.layers.1.self_attn.sinks": torch.ones(HEADS)}
     folder = small_checkpoints.write(root / "llama", tensors, LLAMA)
     body = {
@@ -168,30 +149,31 @@ def applications(tmp_path_factory: pytest.TempPathFactory) -> Applications:
         "outputs": ["output"],
     }  # fmt: skip
     sent = [
-        (right, "GET", "/v1/variants/cosine", None),
-        (wrong, "GET", "/v1/variants/cosine", None),
-        (right | {"checkpoints": "cosine=/nowhere"}, "GET", "/v1/variants/cosine", None),
         (doubled | {"checkpoints": f"small={folder}"}, "POST", "/v1/attention/doubled", body),
+        (wrong, "GET", "/v1/variants/cosine", None),
+        (doubled | {"checkpoints": "doubled=/nowhere"}, "GET", "/v1/variants/doubled", None),
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_WORKERS, json.dumps(sent)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # several threads wait for busy CPUs
-        capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
-    )  # fmt: skip
-    replies = [json.loads(line) for line in done.stdout.splitlines()]
-    return Applications(replies, done.stderr.split("Traceback (most recent call last)")[1:])
+    with tempfile.TemporaryFile("w+") as output:
+        words, module = (json.dumps(sent),), "support.unserved_applications"
+        process = Process(words, {}, stdout=output, module=module)
+        with killed_at_the_end(process):
+            assert process.wait() == 0, process.lines
+        output.seek(0)
+        replies = [json.loads(line) for line in output]
+    errors = "\n".join(process.lines)
+    return Applications(replies, errors.split("Traceback (most recent call last)")[1:])
 
 
 def test_application_without_workers_has_the_variants(applications: Applications) -> None:
     """Such as a replica of Ray Serve, which `qkv serve` does not start."""
-    assert applications.replies[0][0]["variant"] == "cosine"
+    assert applications.replies[0][0]["variant"] == "doubled"
     one, other = applications.tracebacks
     assert "fails 1 of the checks" in one
-    assert "the checkpoint cosine has the name of a variant" in other
+    assert "the checkpoint doubled has the name of a variant" in other
 
 
 def test_variant_that_changes_its_inputs_changes_no_loaded_layer(
     applications: Applications,
 ) -> None:
-    first, second = applications.replies[1]
+    first, second = applications.replies[0]
     assert first["outputs"] == second["outputs"]

@@ -77,6 +77,7 @@ class RayCluster:
         deployment: Any,
         replicas: int | dict[str, Any],
         name: str = "default",
+        route: str | None = "/",
         **arguments: Any,
     ) -> None:
         """Runs a deployment with this number of replicas, or changes the number.
@@ -87,6 +88,7 @@ class RayCluster:
             deployment: the deployment.
             replicas: number of its replicas, or options of Ray's autoscaler.
             name: of the application. The proxy keeps the request router of a name for good.
+            route: prefix of the paths that the proxy sends to it; None: it sends nothing.
             **arguments: of the deployment's class.
 
         Raises:
@@ -97,7 +99,7 @@ class RayCluster:
             num_replicas=number, autoscaling_config=scaling, ray_actor_options={"num_cpus": 1}
         )
         try:
-            serve.run(sized.bind(**arguments), name=name, route_prefix="/")
+            serve.run(sized.bind(**arguments), name=name, route_prefix=route)
         except RuntimeError as error:
             (state,) = serve.status().applications[name].deployments.values()
             raise RuntimeError(state.message) from error

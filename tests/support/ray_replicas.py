@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 import pytest
+from ruamel.yaml import YAML
 
+from support.paths import ROOT
 from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import RawClient
 
@@ -19,8 +21,21 @@ if TYPE_CHECKING:
 
 _IN_PROGRESS: Final = "qkv_requests_in_progress"
 
+_CONFIG: Final = ROOT / "deploy" / "ray" / "config.yaml"
+_START_S: Final = 180.0  # Ray itself would wait 60 s: two replicas on a busy machine took longer
+_QUICK: Final = {
+    "metrics_interval_s": 0.5,
+    "look_back_period_s": 2,
+    "upscale_delay_s": 0.5,
+    "downscale_delay_s": 1,
+    "policy": {
+        "policy_function": "qkv.server.ray_serve.autoscaling_policy:QueuedWorkPolicy",
+        "policy_kwargs": {"target_seconds": 0.02},
+    },
+}
+"""Options of Ray's autoscaler for tests."""
+
 _running = contextlib.ExitStack()
-_deployed: dict[RayCluster, Any] = {}
 _clusters: list[RayCluster] = []
 
 rare_of_ray: Final = pytest.mark.rare(
@@ -28,9 +43,15 @@ rare_of_ray: Final = pytest.mark.rare(
     "deploy/ray",
     "tests/support/haproxy_cluster.py",
     "tests/support/ray_cluster.py",
+    "tests/support/ray_load.py",
     "tests/support/ray_replicas.py",
 )
 """The mark of slow tests of replicas and their proxies."""
+
+shared_replicas: Final = pytest.mark.filterwarnings(
+    "ignore:The `metrics_interval_s` field:DeprecationWarning"
+)
+"""The mark of tests that use `run_replicas`: Ray warns of an option for which it has no other."""
 
 
 @pytest.fixture(scope="module")
@@ -58,45 +79,97 @@ def ray_url(cluster: RayCluster) -> str:
 
 
 def run_replicas(
-    cluster: RayCluster, count: int, options: Mapping[str, Any] | None = None, **settings: Any
+    cluster: RayCluster,
+    least: int,
+    most: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> None:
-    """Runs this number of replicas, or changes their number, options of Ray or settings.
+    """Runs replicas with the layers of a checkpoint; returns once they run.
 
-    Does nothing if nothing changes: `serve.run` always replaces the replicas.
+    Ray keeps the replicas that run already, and starts and stops only as many as it takes, unless
+    a setting has another value than before: so tests share them.
+
+    Args:
+        cluster: a running Ray.
+        least: number of replicas.
+        most: number up to which Ray's autoscaler adds some.
+        options: other options of the deployment.
+        **settings: beside those of the configuration of the project.
     """
-    from qkv.server.ray_serve import Replica
-
-    wanted = count, options, settings
-    if _deployed.get(cluster) != wanted:
-        deployment = Replica.options(**options or {})
-        cluster.run(deployment, count, device="cpu", request_log="json", **settings)
-        _deployed[cluster] = wanted
+    deploy(configuration(least, most, options, **shared_settings(cluster), **settings))
 
 
-def delete_replicas(cluster: RayCluster) -> None:
-    """Stops what `run_replicas` has started."""
+def shared_settings(cluster: RayCluster) -> dict[str, Any]:
+    """Returns the settings of all replicas that tests share: a checkpoint, written once."""
+    from support import small_checkpoints
+
+    folder = cluster.folder / "bert"
+    if not folder.exists():
+        small_checkpoints.bert(folder)
+    return {"checkpoints": f"small={folder}"}
+
+
+def configuration(
+    least: int,
+    most: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    scaling: Mapping[str, Any] = _QUICK,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Returns the configuration of the project with a number of replicas, and with settings.
+
+    The options of the autoscaler are the same for all tests that share replicas: Ray replaces
+    these if the policy changes.
+    """
+    config: dict[str, Any] = YAML(typ="safe").load(_CONFIG.read_text())
+    (application,) = config["applications"]
+    (deployment,) = application["deployments"]
+    application["args"] |= settings
+    deployment |= options or {}
+    number = {"min_replicas": least, "max_replicas": most or least}
+    deployment["autoscaling_config"] |= {**scaling, **number}
+    return config
+
+
+def deploy(config: Mapping[str, Any]) -> None:
+    """Deploys a configuration as `serve deploy` does; returns once the least replicas run."""
     from ray import serve
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
-    _deployed.pop(cluster, None)
-    serve.delete("default")
+    (application,) = config["applications"]
+    (deployment,) = application["deployments"]
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+    end = time.monotonic() + _START_S
+    least, most = (deployment["autoscaling_config"][f"{x}_replicas"] for x in ("min", "max"))
+    while True:
+        state = serve.status().applications[application["name"]]
+        assert state.status != ApplicationStatus.DEPLOY_FAILED, state.message
+        if state.status == ApplicationStatus.RUNNING:
+            running = replica_states()
+            if running.keys() == {"RUNNING"} and least <= running["RUNNING"] <= most:
+                return
+        assert time.monotonic() < end, state
+        time.sleep(0.1)
 
 
-def replica_actors(application: str = "default") -> set[str]:
-    """Returns the names of the replicas of an application that live."""
+def replica_actors() -> set[str]:
+    """Returns the names of the replicas that live."""
     import ray
 
     time.sleep(0.1)  # tests poll, and the machine is busy
     actors = ray.util.list_named_actors(all_namespaces=True)
-    return {a["name"] for a in actors if a["name"].startswith(f"SERVE_REPLICA::{application}#")}
+    return {a["name"] for a in actors if a["name"].startswith("SERVE_REPLICA::qkv#")}
 
 
 def replica_states() -> dict[str, int]:
-    """Returns the number of replicas in each state."""
+    """Returns the number of replicas in each state; none while Ray builds an application."""
     from ray import serve
 
     time.sleep(0.1)  # tests poll, and the machine is busy
-    (deployment,) = serve.status().applications["default"].deployments.values()
-    return {str(state): count for state, count in deployment.replica_states.items()}
+    deployments = serve.status().applications["qkv"].deployments.values()
+    return {str(state): n for each in deployments for state, n in each.replica_states.items()}
 
 
 def kill(actor: str) -> None:
@@ -104,6 +177,14 @@ def kill(actor: str) -> None:
     import ray
 
     ray.kill(ray.get_actor(actor, namespace="serve"))
+
+
+def ongoing_requests(actor: str) -> int:
+    """Returns the number of requests that a replica has accepted and not answered."""
+    import ray
+
+    count: int = ray.get(ray.get_actor(actor, namespace="serve").get_num_ongoing_requests.remote())
+    return count
 
 
 def read_sample(url: str, name: str, **headers: str) -> float:

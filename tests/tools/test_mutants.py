@@ -105,7 +105,8 @@ def test_tests_of_a_line_are_found_and_the_one_that_fails_is_named(tmp_path: Pat
     package, tests = tmp_path / "service" / "qkv", tmp_path / "tests"
     package.mkdir(parents=True)
     tests.mkdir()
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    plugins = "-p no:schemathesis -p no:anyio -p no:hypothesispytest"  # each of five processes
+    (tmp_path / "pyproject.toml").write_text(f'[tool.pytest.ini_options]\naddopts = "{plugins}"\n')
     (package / "__init__.py").write_text(CODE)
     (tests / "test_code.py").write_text(TESTS)
     mutants = list(mutants_of("__init__.py", CODE))

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPConnection
-from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from ray import serve
-from ray.serve.context import _get_global_client
-from ray.serve.schema import ApplicationStatus, ServeDeploySchema
-from ruamel.yaml import YAML
 from tritonclient import http as triton
 
 import qkv
@@ -29,37 +20,27 @@ from support.haproxy_cluster import running_haproxy
 from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import PATH
 from support.ray_cluster import RayCluster
-from support.ray_replicas import kill, rare_of_ray, replica_actors
+from support.ray_load import Load
+from support.ray_replicas import (
+    configuration,
+    deploy,
+    kill,
+    rare_of_ray,
+    replica_actors,
+    replica_states,
+)
 from support.triton_client import infer_inputs, raises_inference_error, random_inputs
 
-CONFIG = Path(__file__).parents[3] / "deploy" / "ray" / "config.yaml"
-RUNNING = ApplicationStatus.RUNNING
-START_S = 180.0  # Ray itself would wait 60 s: two replicas on a busy machine have taken longer
-RESPONSES = 30  # between changes; with 4 threads, some requests are in each replica then
-
-
-def deploy(replicas: int) -> None:
-    """Deploys the configuration of the project with this number of replicas, as `serve deploy`."""
-    config = YAML(typ="safe").load(CONFIG.read_text())
-    (application,) = config["applications"]
-    (deployment,) = application["deployments"]
-    deployment["autoscaling_config"] |= {"min_replicas": replicas, "max_replicas": replicas}
-    schema = ServeDeploySchema.model_validate({"applications": [application]})
-    _get_global_client().deploy_apps(schema)
-    end = time.monotonic() + START_S
-    while (state := serve.status().applications[application["name"]]).status != RUNNING:
-        assert state.status != ApplicationStatus.DEPLOY_FAILED, state.message
-        assert time.monotonic() < end, state
-        time.sleep(0.1)
+RESPONSES = 15  # to two clients between changes: some requests are in each replica then
 
 
 @pytest.fixture(scope="module")
 def haproxy(_clean_environment: None) -> Iterator[RayCluster]:
     """Returns a Ray with HAProxy and two replicas of qkv."""
     with running_haproxy() as running:
-        deploy(2)
+        deploy(configuration(2, scaling={}))
         wait_until(lambda: httpx.get(f"{running.url}/readyz").is_success)
-        assert len(replica_actors("qkv")) == 2
+        assert len(replica_actors()) == 2
         yield running
 
 
@@ -129,34 +110,19 @@ def test_body_that_is_too_large_is_rejected_before_it_is_sent(haproxy: RayCluste
 @rare_of_ray
 @pytest.mark.slow
 def test_no_call_fails_while_replicas_die_and_stop(haproxy: RayCluster) -> None:
-    stop, counts = threading.Event(), [0] * 4
-    large = {name: np.ones((1, 8, 128, 64), np.float32) for name in ("query", "key", "value")}
+    # HAProxy holds 16 KiB of a request: it sends a larger one again only if the client does
+    with Load(haproxy.url, clients=2) as small, Load(haproxy.url, clients=2, length=1024) as large:
 
-    def call(index: int) -> None:
-        inputs: dict[str, Any] = large if index % 2 else numbers(seed=index)  # HAProxy holds 16 KiB
-        expected = qkv.reference("softmax", **inputs).output
-        with Client(haproxy.url, retries=8) as client:
-            while not stop.is_set():
-                output = client.attend("softmax", **inputs, outputs=["output"]).output
-                np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
-                counts[index] += 1
+        def wait_for_responses() -> None:
+            for load in (small, large):
+                load.wait_for_responses(RESPONSES)
 
-    def wait_for_responses() -> None:
-        least = sum(counts) + RESPONSES
-        wait_until(lambda: sum(counts) >= least or any(f.done() for f in calls))
-
-    with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(call, index) for index in range(4)]
-        try:
-            wait_for_responses()
-            (killed, *_) = replica_actors("qkv")
-            kill(killed)
-            wait_for_responses()
-            wait_until(lambda: len(replica_actors("qkv") - {killed}) == 2)  # it is replaced
-            deploy(1)
-            wait_until(lambda: len(replica_actors("qkv")) == 1)
-            wait_for_responses()
-        finally:
-            stop.set()
-        for ended in calls:
-            ended.result(TIMEOUT_S)
+        wait_for_responses()
+        (killed, *_) = replica_actors()
+        kill(killed)
+        wait_for_responses()
+        small.wait_until(lambda: len(replica_actors() - {killed}) == 2)  # it is replaced
+        small.wait_until(lambda: replica_states() == {"RUNNING": 2})
+        deploy(configuration(1, scaling={}))
+        small.wait_until(lambda: len(replica_actors()) == 1)
+        wait_for_responses()

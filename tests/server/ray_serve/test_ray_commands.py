@@ -13,17 +13,17 @@ from click.testing import CliRunner
 from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.serve.scripts import cli
-from ruamel.yaml import YAML
 
 from qkv import Client
 from qkv.server.ray_serve import Replica
 from support.clients import exact_softmax, numbers
-from support.paths import ROOT
 from support.processes import wait_until
-from support.ray_replicas import delete_replicas, rare_of_ray
+from support.ray_replicas import configuration, rare_of_ray, shared_replicas, shared_settings
 
 if TYPE_CHECKING:
     from support.ray_cluster import RayCluster
+
+pytestmark = shared_replicas
 
 
 def invoke(cluster: RayCluster, *words: str) -> str:
@@ -48,13 +48,14 @@ def wait_for_status(cluster: RayCluster, name: str, status: str) -> None:
 def test_configuration_is_deployed_beside_one_that_is_wrong(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    config = YAML(typ="safe").load((ROOT / "deploy/ray/config.yaml").read_text())
+    """Later tests use the replica that the command starts: its settings are theirs."""
+    config = configuration(1, **shared_settings(cluster))
     (application,) = config["applications"]
     wrong = {"name": "wrong", "route_prefix": "/wrong", "args": {"threads": "no"}}
     config["applications"].append(application | wrong | {"deployments": []})
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(config))
-    delete_replicas(cluster)  # they may have the same route
+    serve.delete(application["name"])
     invoke(cluster, "deploy", str(path))
     wait_for_status(cluster, "wrong", "DEPLOY_FAILED")
     assert "setting threads is wrong: got 'no': " in invoke(cluster, "status", "--name", "wrong")
@@ -63,11 +64,10 @@ def test_configuration_is_deployed_beside_one_that_is_wrong(
     with Client(cluster.url, retries=0) as client:
         output = client.attend("softmax", **inputs).output
     np.testing.assert_allclose(output, exact_softmax(**inputs), rtol=1e-4, atol=1e-5)
-    serve.delete(application["name"])
 
 
 def test_replica_that_cannot_start_shows_its_reason(cluster: RayCluster) -> None:
     deployment = Replica.options(max_constructor_retry_count=1)
     with pytest.raises(RuntimeError, match="setting thread is wrong: got 1"):
-        cluster.run(deployment, 1, name="failing", thread=1)
+        cluster.run(deployment, 1, name="failing", route=None, thread=1)
     serve.delete("failing")

@@ -14,10 +14,10 @@ import pytest
 from qkv import Client, errors
 from qkv.attention.catalogue import variants
 from support.clients import exact_softmax, numbers
-from support.processes import TIMEOUT_S, Process, wait_until
+from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import PATH, encode_body, encode_request, inputs_for
 from support.raw_connection import random_inputs as raw_inputs
-from support.ray_replicas import raw_request, read_sample, request_in_progress
+from support.ray_replicas import raw_request, read_sample, request_in_progress, shared_replicas
 from support.triton_client import (
     infer_inputs,
     raises_inference_error,
@@ -27,6 +27,8 @@ from support.triton_client import (
 
 if TYPE_CHECKING:
     from support.ray_cluster import RayCluster
+
+pytestmark = shared_replicas
 
 
 def test_clients_are_answered_through_the_proxy(ray_url: str) -> None:
@@ -55,10 +57,8 @@ def test_triton_client_is_answered_and_unloads_no_model(ray_url: str) -> None:
         assert client.is_model_ready("softmax")
 
 
-def test_outputs_have_the_bits_of_the_service_with_as_many_threads(
-    ray_url: str, process: Process
-) -> None:
-    with Client(ray_url, retries=0) as ray_client, Client(process.url, retries=0) as client:
+def test_outputs_have_the_bits_of_the_service_with_as_many_threads(ray_url: str, url: str) -> None:
+    with Client(ray_url, retries=0) as ray_client, Client(url, retries=0) as client:
         calls: list[tuple[str, Any]] = [(name, inputs_for(name)) for name in variants()]
         for variant, inputs in [*calls, ("softmax", raw_inputs(0, (1, 2, 513, 32)))]:
             one, other = (c.attend(variant, **inputs).outputs for c in (ray_client, client))

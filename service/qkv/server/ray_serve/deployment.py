@@ -48,13 +48,15 @@ class _Replica:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Returns the application. Ray calls it in the replica: the application does not pickle."""
+        # connections come from Ray's proxy, at an address that is not the service's
+        settings = read_settings(self._settings).model_copy(update={"host": "0.0.0.0"})
+
+        # after that: it takes seconds
         from qkv.api.app import create_app
         from qkv.server.ray_serve.replica_app import ReplicaApp
         from qkv.server.ray_serve.replica_metrics import ReplicaMetrics
         from qkv.telemetry.collector import ServiceCollector
 
-        # connections come from Ray's proxy, at an address that is not the service's
-        settings = read_settings(self._settings).model_copy(update={"host": "0.0.0.0"})
         built = create_app(settings)
         self._runtime = built.state.runtime
         state, device = self._runtime.worker.shared_state, self._runtime.engine.device_name

@@ -1,4 +1,4 @@
-"""Tests of limits and of API keys through Ray's proxy."""
+"""Tests of replicas whose settings change, and of limits and API keys through Ray's proxy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import select
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,10 +16,20 @@ import pytest
 from qkv import Client, errors
 from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import PATH, RawClient, encode_body, encode_request, random_inputs
-from support.ray_replicas import raw_request, read_sample, run_replicas
+from support.ray_replicas import (
+    raw_request,
+    read_sample,
+    replica_actors,
+    replica_states,
+    request_in_progress,
+    run_replicas,
+    shared_replicas,
+)
 
 if TYPE_CHECKING:
     from support.ray_cluster import RayCluster
+
+pytestmark = shared_replicas
 
 KEY: Final = "right-0123456789"
 AUTHORIZATION: Final = f"Authorization: Bearer {KEY}"
@@ -30,6 +41,20 @@ SETTINGS: Final[dict[str, Any]] = {
     "max_queue": 2,
     "read_timeout_s": READ_TIMEOUT_S,
 }
+
+
+def test_replica_that_a_setting_replaces_finishes_its_requests(
+    ray_url: str, cluster: RayCluster
+) -> None:
+    request = encode_request(*encode_body(random_inputs(0)))
+    (before,) = replica_actors()
+    with request_in_progress(cluster, request) as client, ThreadPoolExecutor(1) as pool:
+        update = pool.submit(run_replicas, cluster, 1, **SETTINGS)
+        wait_until(lambda: "STOPPING" in replica_states())
+        client.send(request[-1:])
+        assert client.status() == 200
+        update.result(TIMEOUT_S)
+    wait_until(lambda: len(replica_actors() - {before}) == 1)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +96,7 @@ def test_request_without_a_key_is_rejected_before_its_body_is_read(
 
 def test_paths_of_ray_need_no_key(limited_url: str) -> None:
     assert httpx.get(f"{limited_url}/-/healthz").text == "success"
-    assert httpx.get(f"{limited_url}/-/routes").json() == {"/": "default"}
+    assert httpx.get(f"{limited_url}/-/routes").json() == {"/": "qkv"}
     for path in ("/metrics", "/v1/variants", "/openapi.json"):
         assert httpx.get(limited_url + path).status_code == 401
     inputs: Any = random_inputs(0)
@@ -134,7 +159,7 @@ def test_request_above_the_limit_of_the_proxy_gets_503_without_a_problem(
     limited_url: str, cluster: RayCluster
 ) -> None:
     options = {"max_ongoing_requests": 1, "max_queued_requests": 1}
-    run_replicas(cluster, 1, options, **SETTINGS)
+    run_replicas(cluster, 1, options=options, **SETTINGS)
     # a request that no replica has yet counts as queued, too: then two of three are rejected
     wait_until(lambda: statuses_beside_a_rejected_request(cluster) == [200, 200])
 
