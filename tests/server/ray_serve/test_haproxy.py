@@ -81,6 +81,7 @@ def test_clients_are_answered_through_haproxy(haproxy: RayCluster) -> None:
             other.unload_model("softmax")
 
 
+@rare_of_ray
 @pytest.mark.slow
 def test_connection_is_kept_and_a_response_has_one_id(haproxy: RayCluster) -> None:
     def is_kept() -> bool:
@@ -99,6 +100,7 @@ def test_connection_is_kept_and_a_response_has_one_id(haproxy: RayCluster) -> No
     wait_until(is_kept)
 
 
+@rare_of_ray
 @pytest.mark.slow
 def test_body_that_is_too_large_is_rejected_before_it_is_sent(haproxy: RayCluster) -> None:
     head = f"POST {PATH} HTTP/1.1\r\nHost: qkv\r\nContent-Length: {1 << 40}\r\n\r\n"
