@@ -8,7 +8,14 @@ from typing import Final
 
 from playwright.sync_api import expect
 
-from support.browser import Open, choose_example, open_narrow, unfold_sections, wait_until_drawn
+from support.browser import (
+    Open,
+    choose_example,
+    expect_shown,
+    open_narrow,
+    unfold_sections,
+    wait_until_drawn,
+)
 from support.service import Server
 
 TERMS: Final = {
@@ -37,13 +44,13 @@ def test_term_has_a_tooltip_on_focus_and_on_hover(open_page: Open, server: Serve
             expect(button).to_have_accessible_description(re.compile(re.escape(words)))
             expect(tooltip).to_be_hidden()
             button.focus()
-            expect(tooltip).to_contain_text(words)
+            expect_shown(tooltip, words)
             expect(tooltip).to_be_in_viewport(ratio=1)
             page.keyboard.press("Escape")
             expect(tooltip).to_be_hidden()
             button.blur()
             button.hover()
-            expect(tooltip).to_contain_text(words)
+            expect_shown(tooltip, words)
             tooltip.hover()  # the pointer can move onto the tooltip
             page.wait_for_timeout(300)
             tooltip.wait_for()
