@@ -24,6 +24,8 @@ from support.browser import (
     Open,
     WatchedPage,
     choose_example,
+    expect_shown,
+    open_narrow,
     paste,
     read_weights,
     record_slices,
@@ -110,9 +112,9 @@ def open_calls(opened: WatchedPage, path: Path) -> Page:
     """Uploads a file, and waits for its section and for all requests about its first head."""
     page = wait_until_drawn(opened)
     page.get_by_label("Upload").set_input_files(str(path))
-    expect(page.locator("#captured")).to_be_visible()
+    page.locator("#captured").wait_for()
     expect(page.locator("#example-about")).to_contain_text(f"from {path.name}.")
-    page.wait_for_function("() => !document.querySelector('main[aria-busy]')")
+    wait_until_drawn(opened)
     page.wait_for_load_state("networkidle")
     return page
 
@@ -136,7 +138,7 @@ def read_maps(page: Page) -> dict[str, list[list[str]]]:
     if not page.locator("#captured details[open]").count():
         page.get_by_text("Maps as tables").click()
     tables = page.get_by_role("region", name="Tables of the maps").get_by_role("table")
-    expect(tables.first).to_be_visible()
+    tables.first.wait_for()
     found: dict[str, list[list[str]]] = page.evaluate(
         """() => Object.fromEntries([...document.querySelectorAll("#captured details table")].map(
             (table) => [table.caption.textContent, [...table.tBodies[0].rows].map(
@@ -198,7 +200,7 @@ def test_maps_have_the_figures_of_the_service(
     """A figure is the mean over all sequences of a layer, weighted by their queries."""
     path = tmp_path / "calls.safetensors"
     captured = saved(path, calls)
-    opened = open_page(server.url)
+    opened = open_page(server.url, width=390)
     page = open_calls(opened, path)
     expect(page.locator("#captured-about")).to_have_text(
         re.compile(r"^calls\.safetensors, .* KiB: 2 layers of 4 heads, 3 calls\.$")
@@ -234,7 +236,9 @@ def test_maps_have_the_figures_of_the_service(
 def test_figure_is_chosen_and_read_by_keyboard(
     open_page: Open, server: Server, calls: list[Call], tmp_path: Path
 ) -> None:
-    page = open_calls(open_page(server.url), write_calls(tmp_path / "calls.safetensors", calls))
+    page = open_calls(
+        open_page(server.url, width=390), write_calls(tmp_path / "calls.safetensors", calls)
+    )
     for name in ("efficient", "sigmoid", "linear"):
         page.locator(f"#heads-{name}").uncheck()
     compare(page, 3)
@@ -266,11 +270,23 @@ def test_figure_is_chosen_and_read_by_keyboard(
     assert [float(text) for text in page.locator(cells).all_inner_texts()] == closest[::-1]
 
 
-def test_chosen_head_is_drawn(
+def test_stopped_comparison_stops_in_the_service_and_a_chosen_head_is_drawn(
     open_page: Open, server: Server, calls: list[Call], tmp_path: Path
 ) -> None:
-    opened = open_page(server.url)
+    opened = open_page(server.url, width=390)
     page = open_calls(opened, write_calls(tmp_path / "calls.safetensors", calls))
+    section = page.locator("#captured")
+    page.get_by_role("button", name="Compare heads").wait_for()
+    with server.hold():
+        page.get_by_role("button", name="Compare heads").click()
+        wait_until(lambda: server.queued_count > 0)
+        section.get_by_role("progressbar").wait_for()
+        expect(section.get_by_role("status")).to_have_text(f"Call 1 of 3: {LAYER.format(0)}")
+        section.get_by_role("button", name="Stop").click()
+        expect(section.get_by_role("status")).to_have_text("Stopped after 0 of 3 calls.")
+    wait_until(lambda: server.queued_count == 0)
+    expect(section.get_by_role("progressbar")).to_be_hidden()
+    expect(section.get_by_role("alert")).to_be_hidden()
     compare(page, 3)
     page.get_by_role("application", name="Relative error of linear").focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowDown", "Enter"):
@@ -301,7 +317,7 @@ def test_head_has_the_layer_head_and_tokens_of_the_model(
     calls = [call_of(n, 3, batch=2, heads=[4, 5, 6, 7], seed=n) for n in range(2)]
     path = tmp_path / "calls.safetensors"
     saved(path, calls, words if has_tokens else None)
-    opened = open_page(server.url)
+    opened = open_narrow(open_page, server.url)
     page = open_calls(opened, path)
     compare(page, 2)
     page.get_by_role("button", name=f"Load {LAYER.format(1)}, head 7").first.click()
@@ -329,26 +345,6 @@ def test_head_has_the_layer_head_and_tokens_of_the_model(
     expect(place).to_be_hidden()
 
 
-def test_first_head_is_shown_in_place_of_the_example(
-    open_page: Open, server: Server, calls: list[Call], tmp_path: Path
-) -> None:
-    path = write_calls(tmp_path / "calls.safetensors", calls)
-    opened = open_page(server.url)
-    page = open_calls(opened, path)
-    expect(page.get_by_label("Example")).to_have_value("")
-    expect(page.locator("#place")).to_have_text(f"{LAYER.format(0)}, head 0, sequence 0")
-    expect(page.locator("#status")).to_contain_text("9 queries, 9 keys")
-    page.get_by_role("button", name="Undo").click()
-    expect(page.get_by_label("Example")).to_have_value("words")
-    paste(page, "[[1, 0], [0, 1]]")  # what the user brought stays
-    expect(page.locator("#status")).to_contain_text("2 queries, 2 keys")
-    page.get_by_role("button", name="Close the captured model").click()
-    page.get_by_label("Upload").set_input_files(str(path))
-    expect(page.locator("#captured")).to_be_visible()
-    wait_until_drawn(opened)
-    expect(page.locator("#status")).to_contain_text("2 queries, 2 keys")
-
-
 def test_call_without_figures_has_the_reason(
     open_page: Open, server: Server, tmp_path: Path
 ) -> None:
@@ -362,7 +358,7 @@ def test_call_without_figures_has_the_reason(
         call_of(2, 6, window=[2, None]),
         call_of(3, 6, softcap=-1.0),
     ]
-    opened = open_page(server.url)
+    opened = open_page(server.url, width=390)
     opened.expect_status(422)
     page = open_calls(opened, write_calls(tmp_path / "calls.safetensors", calls))
     page.locator("#heads-efficient").uncheck()
@@ -392,7 +388,7 @@ def test_call_above_the_limit_of_a_body_is_sent_in_parts(
 ) -> None:
     """The figures do not depend on the parts."""
     path = write_calls(tmp_path / "calls.safetensors", calls[:1])
-    opened = open_page(serve(max_body_bytes=4000).url)
+    opened = open_page(serve(max_body_bytes=4000).url, width=390)
     opened.expect_status(413)
     page = open_calls(opened, path)
     before = len(opened.requests)
@@ -401,35 +397,17 @@ def test_call_above_the_limit_of_a_body_is_sent_in_parts(
     check_rows(read_csv(page), server, calls[:1])
 
 
-def test_stopped_comparison_stops_in_the_service(
-    open_page: Open, server: Server, calls: list[Call], tmp_path: Path
-) -> None:
-    page = open_calls(open_page(server.url), write_calls(tmp_path / "calls.safetensors", calls))
-    section = page.locator("#captured")
-    page.get_by_role("button", name="Compare heads").wait_for()
-    with server.hold():
-        page.get_by_role("button", name="Compare heads").click()
-        wait_until(lambda: server.queued_count > 0)
-        expect(section.get_by_role("progressbar")).to_be_visible()
-        expect(section.get_by_role("status")).to_have_text(f"Call 1 of 3: {LAYER.format(0)}")
-        section.get_by_role("button", name="Stop").click()
-        expect(section.get_by_role("status")).to_have_text("Stopped after 0 of 3 calls.")
-    wait_until(lambda: server.queued_count == 0)
-    expect(section.get_by_role("progressbar")).to_be_hidden()
-    expect(section.get_by_role("alert")).to_be_hidden()
-    compare(page, 3)
-
-
-def test_only_the_header_and_the_tensors_of_a_call_are_read(
+def test_only_the_header_and_the_needed_tensors_are_read_and_the_first_head_is_shown(
     open_page: Open, server: Server, calls: list[Call], tmp_path: Path
 ) -> None:
     path = write_calls(tmp_path / "calls.safetensors", calls)
-    page = wait_until_drawn(open_page(server.url))
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     record_slices(page)
     read = "() => window.slices.splice(0).reduce((a, b) => a + b, 0)"
     open_calls_of = page.get_by_label("Upload")
     open_calls_of.set_input_files(str(path))
-    expect(page.locator("#captured")).to_be_visible()
+    page.locator("#captured").wait_for()
     header = struct.unpack("<Q", path.read_bytes()[:8])[0]
     expect(page.locator("#example-about")).to_contain_text("head 0")
     head = 2 * 3 * 9 * D * 4  # of two sequences a head of the query, the key and the value
@@ -441,6 +419,23 @@ def test_only_the_header_and_the_tensors_of_a_call_are_read(
     expect(page.locator("#example-about")).to_contain_text("head 3")
     assert page.evaluate(read) == 3 * 7 * D * 4  # a head of the query, the key and the value
 
+    # the first head is shown in place of an example
+    page.get_by_role("button", name="Close the captured model").click()
+    choose_example(opened, "words")
+    open_calls(opened, path)
+    expect(page.get_by_label("Example")).to_have_value("")
+    expect(page.locator("#place")).to_have_text(f"{LAYER.format(0)}, head 0, sequence 0")
+    expect(page.locator("#status")).to_contain_text("9 queries, 9 keys")
+    page.get_by_role("button", name="Undo").click()
+    expect(page.get_by_label("Example")).to_have_value("words")
+    paste(page, "[[1, 0], [0, 1]]")  # what the user brought stays
+    expect(page.locator("#status")).to_contain_text("2 queries, 2 keys")
+    page.get_by_role("button", name="Close the captured model").click()
+    page.get_by_label("Upload").set_input_files(str(path))
+    page.locator("#captured").wait_for()
+    wait_until_drawn(opened)
+    expect(page.locator("#status")).to_contain_text("2 queries, 2 keys")
+
 
 def broken(path: Path, content: Any, **tensors: torch.Tensor) -> Path:
     save_file(tensors or {"calls.0.query": torch.zeros(1)}, path, {"qkv_calls": content})
@@ -450,7 +445,7 @@ def broken(path: Path, content: Any, **tensors: torch.Tensor) -> Path:
 def test_broken_file_has_a_readable_message(
     open_page: Open, server: Server, tmp_path: Path
 ) -> None:
-    page = wait_until_drawn(open_page(server.url))
+    page = open_narrow(open_page, server.url).page
     path = tmp_path / "calls.safetensors"
     call = call_of(0, 3)
     fields = {name: value for name, value in call.items() if name != "tensors"}
@@ -469,15 +464,15 @@ def test_broken_file_has_a_readable_message(
     for content, tensors, message in wrong:
         broken(path, content, **tensors)
         page.get_by_label("Upload").set_input_files(str(path))
-        expect(page.locator("#inputs-error")).to_contain_text(message)
+        expect_shown(page.locator("#inputs-error"), message)
         expect(page.locator("#captured")).to_be_hidden()
     write_calls(path, [call])
     path.write_bytes(path.read_bytes()[:-1])
     page.get_by_label("Upload").set_input_files(str(path))
-    expect(page.locator("#inputs-error")).to_contain_text("the file is damaged or cut off")
+    expect_shown(page.locator("#inputs-error"), "the file is damaged or cut off")
     write_calls(path, [call])
     page.locator("#checkpoint").set_input_files(str(path))  # the wrong button opens it too
-    expect(page.locator("#captured")).to_be_visible()
+    page.locator("#captured").wait_for()
     expect(page.locator("#inputs-error")).to_be_hidden()
     page.get_by_role("button", name="Close the captured model").click()
     expect(page.locator("#captured")).to_be_hidden()
@@ -489,7 +484,7 @@ def test_section_has_no_axe_violation_and_no_overflow(
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     masked = call_of(2, 5, causal=False, tensors={"mask": mask})
     path = write_calls(tmp_path / "calls.safetensors", [calls[1], masked])
-    page = open_calls(open_page(server.url), path)
+    page = open_calls(open_page(server.url, width=390), path)
     for name in ("efficient", "taylor"):  # axe takes as long as the section
         page.locator(f"#heads-{name}").uncheck()
     compare(page, 2)

@@ -20,7 +20,14 @@ from safetensors.torch import save_file
 
 from qkv import Client
 from support.accessibility import looks, problems
-from support.browser import Open, read_weights, record_slices, wait_until_drawn
+from support.browser import (
+    Open,
+    expect_shown,
+    open_narrow,
+    read_weights,
+    record_slices,
+    wait_until_drawn,
+)
 from support.javascript import Modules
 from support.service import Server
 
@@ -56,7 +63,7 @@ def client(server: Server) -> Iterator[Client]:
 def choose(page: Page, *files: Path) -> None:
     """Chooses the files of a checkpoint and waits until its layers are listed."""
     page.locator("#checkpoint").set_input_files([str(file) for file in files])
-    expect(page.locator("#checkpoint-panel")).to_be_visible()
+    page.locator("#checkpoint-panel").wait_for()
 
 
 def random_x(modules: Modules, width: int, dtype: str) -> torch.Tensor:
@@ -79,12 +86,18 @@ def shown(page: Page) -> np.ndarray[Any, Any]:
     return np.array(list(read_weights(page).values()))
 
 
-def test_page_is_busy_from_the_event_of_a_change(
+def test_config_can_be_chosen_later_the_page_is_busy_at_once_and_a_checkpoint_closes(
     open_page: Open, server: Server, models: Path
 ) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     choose(page, models / "gpt2/model.safetensors")
+    wait_until_drawn(opened)
+    expect(page.get_by_label("causal", exact=True)).not_to_be_checked()
+    page.locator("#config").set_input_files(str(models / "gpt2/config.json"))
+    expect(page.locator("#layer-heads")).to_have_value("4/4")
+    expect(page.locator("#status")).to_contain_text("4 heads")
+    expect(page.get_by_label("causal", exact=True)).to_be_checked()
     for control in ("#parameter-causal", "#layer-positions", "#layer-layer"):
         wait_until_drawn(opened)
         busy = page.locator(control).evaluate(
@@ -98,20 +111,31 @@ def test_page_is_busy_from_the_event_of_a_change(
         assert busy == "true", control
     wait_until_drawn(opened)
 
+    # an example or the button closes the checkpoint
+    for close in (
+        lambda: page.get_by_label("Example").select_option("layer"),
+        lambda: page.get_by_role("button", name="Close the checkpoint").click(),
+    ):
+        choose(page, models / "gpt2/model.safetensors")
+        wait_until_drawn(opened)
+        close()
+        expect(page.locator("#checkpoint-panel")).to_be_hidden()
+        expect(page.locator("#status")).to_contain_text("6 queries")
+
 
 @pytest.mark.representative
 def test_layer_of_gpt2_gives_the_weights_of_the_client(
     open_page: Open, server: Server, client: Client, models: Path, modules: Modules
 ) -> None:
     file = models / "gpt2/model.safetensors"
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     choose(page, file)
     expect(page.locator("#layer-layer option")).to_have_text([f"h.{i}.attn" for i in range(3)])
     expect(page.locator("#layer-positions")).to_have_value("none")
     page.locator("#layer-layer").select_option("h.2.attn")
     page.locator("#layer-heads").select_option("4/4")
-    expect(page.get_by_role("button", name="head 3")).to_be_visible()
+    page.get_by_role("button", name="head 3").wait_for()
     page.get_by_role("button", name="head 3").click()
     wait_until_drawn(opened)
     page.get_by_label("causal", exact=True).check()
@@ -126,13 +150,18 @@ def test_layer_of_gpt2_gives_the_weights_of_the_client(
     expect(page.locator("#output-about")).to_have_text("16 × 128")  # projected, heads merged
 
 
-def test_config_sets_heads_positions_and_parameters(
-    open_page: Open, server: Server, client: Client, models: Path, modules: Modules
+def test_config_sets_heads_positions_and_parameters_of_its_layer_alone(
+    open_page: Open,
+    server: Server,
+    client: Client,
+    models: Path,
+    modules: Modules,
+    tmp_path: Path,
 ) -> None:
     """A layer in bfloat16 with grouped heads; the page changes none of its bytes."""
     folder = models / "llama"
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     choose(page, folder / "model.safetensors", folder / "config.json")
     expect(page.locator("#layer-heads")).to_have_value("8/2")
     expect(page.locator("#layer-positions")).to_have_value("rotary")
@@ -162,6 +191,18 @@ def test_config_sets_heads_positions_and_parameters(
         weights[index] = shown(page)
         np.testing.assert_allclose(weights[index], run.weights[0].float(), rtol=0, atol=ATOL)
     assert np.abs(weights[0] - weights[1]).max() > 0.01
+
+    # parameters of the layer before do not stay
+    config = json.loads((models / "llama/config.json").read_text())
+    config |= {"model_type": "gemma2", "sliding_window": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    choose(page, models / "llama/model.safetensors", tmp_path / "config.json")
+    expect(page.locator("#config-about")).to_contain_text("window [3,null]")
+    wait_until_drawn(opened)
+    page.locator("#layer-layer").select_option(index=1)
+    expect(page.locator("#config-about")).not_to_contain_text("window")
+    wait_until_drawn(opened)
+    assert np.tril(shown(page), -4).any()  # a window of 4 would hide these
 
 
 GEMMA3: Final = {
@@ -236,35 +277,6 @@ def test_positions_of_other_models_are_not_guessed(modules: Modules) -> None:
     assert read["notes"] == ["positions of codegen are not known: set them"]
 
 
-def test_parameters_of_the_layer_before_do_not_stay(
-    open_page: Open, server: Server, models: Path, tmp_path: Path
-) -> None:
-    config = json.loads((models / "llama/config.json").read_text())
-    config |= {"model_type": "gemma2", "sliding_window": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
-    choose(page, models / "llama/model.safetensors", tmp_path / "config.json")
-    expect(page.locator("#config-about")).to_contain_text("window [3,null]")
-    wait_until_drawn(opened)
-    page.locator("#layer-layer").select_option(index=1)
-    expect(page.locator("#config-about")).not_to_contain_text("window")
-    wait_until_drawn(opened)
-    assert np.tril(shown(page), -4).any()  # a window of 4 would hide these
-
-
-def test_config_can_be_chosen_later(open_page: Open, server: Server, models: Path) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
-    choose(page, models / "gpt2/model.safetensors")
-    wait_until_drawn(opened)
-    expect(page.get_by_label("causal", exact=True)).not_to_be_checked()
-    page.locator("#config").set_input_files(str(models / "gpt2/config.json"))
-    expect(page.locator("#layer-heads")).to_have_value("4/4")
-    expect(page.locator("#status")).to_contain_text("4 heads")
-    expect(page.get_by_label("causal", exact=True)).to_be_checked()
-
-
 def test_uploaded_hidden_states_replace_the_random_ones(
     open_page: Open, server: Server, client: Client, models: Path, tmp_path: Path
 ) -> None:
@@ -272,8 +284,8 @@ def test_uploaded_hidden_states_replace_the_random_ones(
     file = models / "llama/model.safetensors"
     x = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
     np.save(tmp_path / "hidden.npy", x)
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     choose(page, file)
     wait_until_drawn(opened)
     expect(page.locator("#random-note")).to_contain_text("The hidden states x are random.")
@@ -300,10 +312,11 @@ def test_uploaded_hidden_states_replace_the_random_ones(
     expect(page.locator("#status")).to_have_text(re.compile("7 queries, 7 keys"))
 
 
-def test_only_the_header_and_the_chosen_layer_are_read(
-    open_page: Open, server: Server, models: Path
+def test_only_the_header_and_the_chosen_layer_are_read_of_chosen_dropped_and_sharded_files(
+    open_page: Open, server: Server, models: Path, tmp_path: Path
 ) -> None:
-    page = wait_until_drawn(opened := open_page(server.url))
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     record_slices(page)
     file = models / "gpt2/model.safetensors"
     choose(page, file)
@@ -313,9 +326,7 @@ def test_only_the_header_and_the_chosen_layer_are_read(
     assert page.evaluate("() => window.slices.reduce((a, b) => a + b)") == 9 + header + layer
     expect(page.locator("#checkpoint-panel")).to_contain_text("Each run sends the layer: 258 KiB")
 
-
-def test_dropped_checkpoint_is_opened(open_page: Open, server: Server, models: Path) -> None:
-    page = wait_until_drawn(open_page(server.url))
+    # a dropped checkpoint is opened
     transfer = page.evaluate_handle(
         """bytes => {
             const transfer = new DataTransfer();
@@ -327,19 +338,14 @@ def test_dropped_checkpoint_is_opened(open_page: Open, server: Server, models: P
     page.dispatch_event("#request-form", "drop", {"dataTransfer": transfer})
     expect(page.locator("#layer-layer option")).to_have_text([LLAMA.format(i) for i in range(2)])
 
-
-def test_shards_are_chosen_together(
-    open_page: Open, server: Server, models: Path, tmp_path: Path
-) -> None:
+    # shards are chosen together
     every = tensors_of(models / "llama/model.safetensors", "model")
     for shard in range(2):
         own = {name: t for i, (name, t) in enumerate(sorted(every.items())) if i % 2 == shard}
         save_file(own, tmp_path / f"model-{shard}.safetensors")
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
     choose(page, tmp_path / "model-0.safetensors", tmp_path / "model-1.safetensors")
-    wait_until_drawn(opened)
     expect(page.locator("#checkpoint-panel")).to_contain_text("2 files")
+    wait_until_drawn(opened)
     expect(page.locator("#layer-layer option")).to_have_count(2)
     expect(page.locator("#alert")).to_be_hidden()
 
@@ -410,14 +416,18 @@ def wrong_files() -> dict[str, tuple[str, bytes, str]]:
     }
 
 
-def test_wrong_file_has_a_readable_message(open_page: Open, server: Server, tmp_path: Path) -> None:
-    page = wait_until_drawn(open_page(server.url))
+def test_wrong_file_has_a_readable_message_and_wrong_heads_one_beside_the_field(
+    open_page: Open, server: Server, models: Path, tmp_path: Path
+) -> None:
+    opened = open_narrow(open_page, server.url)
+    opened.expect_status(422)
+    page = opened.page
     for kind, (name, content, message) in wrong_files().items():
         folder = tmp_path / kind
         folder.mkdir()
         (folder / name).write_bytes(content)
         page.locator("#checkpoint").set_input_files(str(folder / name))
-        expect(page.locator("#inputs-error")).to_contain_text(message)
+        expect_shown(page.locator("#inputs-error"), message)
         expect(page.locator("#checkpoint-panel")).to_be_hidden()
     expect(page.get_by_label("Example")).to_have_value("words")
     at, tensors = 0, {}  # a quantized layer
@@ -427,7 +437,22 @@ def test_wrong_file_has_a_readable_message(open_page: Open, server: Server, tmp_
         at += 64 * 64
     (tmp_path / "a.safetensors").write_bytes(file_with(json.dumps(tensors).encode(), bytes(at)))
     page.locator("#checkpoint").set_input_files(str(tmp_path / "a.safetensors"))
-    expect(page.locator("#alert")).to_contain_text("is F8_E4M3, a quantized dtype")
+    expect_shown(page.locator("#alert"), "is F8_E4M3, a quantized dtype")
+
+    choose(page, models / "llama/model.safetensors")
+    wait_until_drawn(opened)
+    page.locator("#layer-heads").select_option("other")
+    page.get_by_label("Query heads").fill("")
+    page.keyboard.press("Enter")
+    expect_shown(page.locator("#alert"), "Query heads is missing")
+    page.get_by_label("Query heads").fill("7")
+    page.keyboard.press("Enter")
+    expect(page.locator("#checkpoint-panel .wrong")).to_contain_text("multiple of heads=7")
+    page.get_by_label("Query heads").fill("16")
+    page.get_by_label("Key heads").fill("4")
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_contain_text("16 heads")
+    expect(page.locator("#alert")).to_be_hidden()
 
 
 def test_ambiguous_layout_is_a_choice(open_page: Open, server: Server, tmp_path: Path) -> None:
@@ -442,7 +467,7 @@ def test_ambiguous_layout_is_a_choice(open_page: Open, server: Server, tmp_path:
     opened.expect_status(422)  # linear attention takes no ALiBi, and the page compares with it
     page = wait_until_drawn(opened)
     choose(page, tmp_path / "model.safetensors")
-    expect(page.get_by_label("Layout", exact=True)).to_be_visible()
+    page.get_by_label("Layout", exact=True).wait_for()
     wait_until_drawn(opened)
     page.locator("#layer-heads").select_option("4/4")
     page.get_by_label("Layout", exact=True).select_option("falcon")
@@ -459,28 +484,6 @@ def test_ambiguous_layout_is_a_choice(open_page: Open, server: Server, tmp_path:
     expect(page.locator("#alert")).to_be_hidden()
 
 
-def test_wrong_heads_are_explained_beside_the_field(
-    open_page: Open, server: Server, models: Path
-) -> None:
-    opened = open_page(server.url)
-    opened.expect_status(422)
-    page = wait_until_drawn(opened)
-    choose(page, models / "llama/model.safetensors")
-    wait_until_drawn(opened)
-    page.locator("#layer-heads").select_option("other")
-    page.get_by_label("Query heads").fill("")
-    page.keyboard.press("Enter")
-    expect(page.locator("#alert")).to_contain_text("Query heads is missing")
-    page.get_by_label("Query heads").fill("7")
-    page.keyboard.press("Enter")
-    expect(page.locator("#checkpoint-panel .wrong")).to_contain_text("multiple of heads=7")
-    page.get_by_label("Query heads").fill("16")
-    page.get_by_label("Key heads").fill("4")
-    page.keyboard.press("Enter")
-    expect(page.locator("#status")).to_contain_text("16 heads")
-    expect(page.locator("#alert")).to_be_hidden()
-
-
 def test_layer_above_the_limit_of_a_body_is_not_sent(
     open_page: Open, serve: Any, models: Path
 ) -> None:
@@ -489,8 +492,9 @@ def test_layer_above_the_limit_of_a_body_is_not_sent(
     page = wait_until_drawn(opened)
     sent = len(opened.bodies)
     page.locator("#checkpoint").set_input_files(str(models / "gpt2/model.safetensors"))
-    expect(page.locator("#alert")).to_contain_text(
-        "takes 258 KiB, and the service accepts 97.7 KiB: start it with a larger"
+    expect_shown(
+        page.locator("#alert"),
+        "takes 258 KiB, and the service accepts 97.7 KiB: start it with a larger",
     )
     page.wait_for_load_state("networkidle")
     assert [path for path, _ in opened.bodies[sent:]] == ["/v1/layers"]
@@ -499,27 +503,11 @@ def test_layer_above_the_limit_of_a_body_is_not_sent(
     expect(page.locator("#checkpoint-panel")).to_be_hidden()
 
 
-def test_example_or_the_button_closes_the_checkpoint(
-    open_page: Open, server: Server, models: Path
-) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
-    for close in (
-        lambda: page.get_by_label("Example").select_option("layer"),
-        lambda: page.get_by_role("button", name="Close the checkpoint").click(),
-    ):
-        choose(page, models / "gpt2/model.safetensors")
-        wait_until_drawn(opened)
-        close()
-        expect(page.locator("#checkpoint-panel")).to_be_hidden()
-        expect(page.locator("#status")).to_contain_text("6 queries")
-
-
 def test_code_of_a_layer_gives_the_same_weights(
     open_page: Open, server: Server, models: Path, tmp_path: Path
 ) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url, path="/#open=request")
+    page = opened.page
     folder = models / "llama"
     choose(page, folder / "model.safetensors", folder / "config.json")
     expect(page.locator("#status")).to_contain_text("8 heads")
@@ -552,8 +540,8 @@ def done(command: list[str], folder: Path) -> str:
 def test_section_has_no_axe_violation_and_no_overflow(
     open_page: Open, server: Server, models: Path
 ) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     choose(page, models / "llama/model.safetensors", models / "llama/config.json")
     wait_until_drawn(opened)
     page.locator("#layer-heads").select_option("other")

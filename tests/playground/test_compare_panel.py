@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -9,15 +10,18 @@ import pytest
 import safetensors.numpy
 from playwright.sync_api import expect
 
-from support.browser import Open, choose_example, match_groups, read_weights, wait_until_drawn
+from support.browser import Open, match_groups, paste, read_weights, wait_until_drawn
 from support.processes import wait_until
 from support.service import Server
 
 
-def test_difference_map_subtracts_the_weights_of_two_variants(
+def test_difference_map_subtracts_two_variants_whose_random_projections_are_named(
     open_page: Open, server: Server
 ) -> None:
     page = wait_until_drawn(open_page(server.url))
+    note, compared = page.locator("#random-note"), page.locator("#difference .note")
+    for one in (note, compared):
+        expect(one).to_be_hidden()
     first = np.array(list(read_weights(page).values()))
     panel = page.locator("#difference")
     expect(panel.get_by_role("status")).to_contain_text("softmax has more weight")
@@ -32,22 +36,8 @@ def test_difference_map_subtracts_the_weights_of_two_variants(
     assert float(mean) == pytest.approx(apart.mean(), abs=1e-3)
     assert float(worst) == pytest.approx(apart.max(), abs=1e-3)
 
-
-def test_colour_scale_of_signed_weights_has_negative_values(
-    open_page: Open, server: Server
-) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    page.get_by_label("Variant", exact=True).select_option("linformer")
-    expect(page.locator("#kind")).to_have_text("signed")
-    expect(page.locator("#map .legend span").first).to_have_text(re.compile("^−"))
-
-
-def test_random_projections_are_named_beside_their_maps(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    note, compared = page.locator("#random-note"), page.locator("#difference .note")
-    for one in (note, compared):
-        expect(one).to_be_hidden()
-    page.get_by_label("softmax minus", exact=True).select_option("linformer")
+    # random projections are named beside their maps
+    page.get_by_label("taylor minus", exact=True).select_option("linformer")
     random = "key_projection and value_projection of linformer are random: the request has none."
     expect(compared).to_have_text(random)
     expect(note).to_be_hidden()
@@ -59,26 +49,24 @@ def test_random_projections_are_named_beside_their_maps(open_page: Open, server:
     assert side["x"] >= surface["x"] + surface["width"]
     assert surface["y"] <= side["y"] < surface["y"] + surface["height"]
 
+    # the colour scale of signed weights has negative values
+    expect(page.locator("#kind")).to_have_text("signed")
+    expect(page.locator("#map .legend span").first).to_have_text(re.compile("^−"))
 
-def test_metrics_table_shows_every_variant_without_scrolling(
+
+def test_metrics_table_shows_every_variant_of_the_response_without_scrolling(
     open_page: Open, server: Server
 ) -> None:
-    page = wait_until_drawn(open_page(server.url))
+    opened = open_page(server.url)
+    page = wait_until_drawn(opened)
     area = page.get_by_role("region", name="Comparison")
-    rows = area.get_by_role("table").get_by_role("rowheader")
-    expect(rows.last).to_be_visible()
+    table = area.get_by_role("table")
+    table.get_by_role("rowheader").last.wait_for()
     assert area.evaluate("area => area.scrollHeight - area.clientHeight") == 0
-    last, box = rows.last.bounding_box(), area.bounding_box()
+    last, box = table.get_by_role("rowheader").last.bounding_box(), area.bounding_box()
     assert last is not None
     assert box is not None
     assert last["y"] + last["height"] <= box["y"] + box["height"] + 1
-
-
-def test_metrics_table_shows_the_response_of_the_service(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
-    table = page.get_by_role("region", name="Comparison").get_by_role("table")
-    expect(table.get_by_role("rowheader").first).to_be_visible()
     body = opened.posted("/v1/compare")[-1]
     response = server.http.post("/v1/compare", json=body).json()
     rows = 1 + len(response["variants"])  # the baseline is the first
@@ -95,9 +83,23 @@ def test_metrics_table_shows_the_response_of_the_service(open_page: Open, server
     page.get_by_role("button", name="Compare", exact=True).click()
     expect(table.get_by_role("rowheader").first).to_contain_text("linear baseline")
 
+    every = page.get_by_label("All rows")
+    expect(every).to_be_hidden()  # few rows are always compared in full
+    rows_of_two = [[1, 0], [0, 1]]
+    many = {"query": rows_of_two * 513, "key": rows_of_two, "value": rows_of_two}
+    paste(page, json.dumps(many))
+    every.check()
+    wait_until_drawn(opened)
+    with page.expect_request("**/v1/compare") as request:
+        page.get_by_role("button", name="Compare", exact=True).click()
+    assert (request.value.post_data_json or {})["rows"] is None
 
-def test_sweep_is_drawn_while_it_runs(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
+
+def test_sweep_is_drawn_while_it_runs_and_that_of_the_next_token_each_way(
+    open_page: Open, server: Server
+) -> None:
+    """Of the next token, softmax has two curves; the table says what each one keeps."""
+    opened = open_page(server.url, width=390, path="/#open=length")
     page = wait_until_drawn(opened)
     sweep = page.locator("#sweep")
     sweep.get_by_label("Up to").select_option("1024")
@@ -117,36 +119,29 @@ def test_sweep_is_drawn_while_it_runs(open_page: Open, server: Server) -> None:
     counts = page.evaluate("() => window.counts")
     assert counts[-1] == 20
     assert len([n for n in counts if 0 < n < 20]) >= 3  # some before the end
-    expect(sweep.get_by_role("img", name="Time per call by length")).to_be_visible()
+    sweep.get_by_role("img", name="Time per call by length").wait_for()
     sweep.locator("summary").click()
     expect(sweep.get_by_role("table").get_by_role("row")).to_have_count(6)
-    expect(sweep.get_by_role("button", name="Measure")).to_be_visible()
+    sweep.get_by_role("button", name="Measure").wait_for()
     body = opened.posted("/v1/sweep")[-1]
     assert (body["heads"], body["width"], body["repeats"]) == (1, 8, 1)
     assert body["lengths"] == [64, 128, 256, 512, 1024]
 
-
-def test_sweep_of_the_next_token_draws_each_way(open_page: Open, server: Server) -> None:
-    """Softmax has two curves; the table says what each one keeps."""
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
-    sweep = page.locator("#sweep")
+    # each way of the next token
     sweep.get_by_label("Time", exact=True).select_option("decode")
     sweep.get_by_label("Up to").select_option("512")
-    for label, value in (("Heads", "1"), ("Width", "8"), ("Repeats", "1")):
-        sweep.get_by_label(label).fill(value)
     sweep.get_by_role("button", name="Measure").click()
+    table = sweep.get_by_role("table")
+    table.get_by_role("columnheader", name="softmax, recompute").wait_for()
     expect(sweep.get_by_role("status")).to_contain_text(re.compile("^20 measurements"))
     assert opened.posted("/v1/sweep")[-1]["mode"] == "decode"
-    sweep.locator("summary").click()
-    table = sweep.get_by_role("table")
     for label in ("softmax, recompute", "softmax, cache", "linear, state"):
-        expect(table.get_by_role("columnheader", name=label)).to_be_visible()
+        table.get_by_role("columnheader", name=label).wait_for()
     expect(table).to_contain_text(f"keeps {2 * 65 * 8 * 4:,} bytes")
 
 
 def test_stopped_sweep_stops_in_the_service(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url, width=390, path="/#open=length"))
     sweep = page.locator("#sweep")
     sweep.get_by_label("Up to").select_option("16384")
     sweep.get_by_label("Heads").fill("8")
@@ -155,7 +150,7 @@ def test_stopped_sweep_stops_in_the_service(open_page: Open, server: Server) -> 
     expect(page.locator("#chart [data-cell]").first).to_be_attached()
     sweep.get_by_role("button", name="Stop").click()
     expect(sweep.get_by_role("status")).to_have_text("Stopped.")
-    expect(sweep.get_by_role("button", name="Measure")).to_be_visible()
+    sweep.get_by_role("button", name="Measure").wait_for()
     wait_until(lambda: server.queued_count == 0)
     count = page.locator("#chart [data-cell]").count()
     page.wait_for_timeout(500)
@@ -199,15 +194,3 @@ def test_figures_of_a_pooled_map_are_labelled_as_lower_bounds(
     assert worst == pytest.approx(pooled.max(), abs=1e-3)
     assert mean < true.mean() - 0.01  # the pooled figures are lower bounds
     assert worst < true.max() - 0.01
-
-
-def test_all_rows_option_compares_every_row(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
-    box = page.get_by_label("All rows")
-    expect(box).to_be_hidden()  # few rows are always compared in full
-    choose_example(opened, "document")
-    box.check()
-    with page.expect_request("**/v1/compare") as request:
-        page.get_by_role("button", name="Compare", exact=True).click()
-    assert (request.value.post_data_json or {})["rows"] is None

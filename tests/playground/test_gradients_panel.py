@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 
 from qkv import Client
 from support.accessibility import overflow, problems
-from support.browser import Open, paste, read_gradients, wait_until_drawn
+from support.browser import Open, paste, read_gradients, unfold_form, wait_until_drawn
 from support.service import Server
 
 WORDS: Final = np.array(
@@ -43,7 +43,7 @@ def fields_of(page: Page) -> dict[str, list[str]]:
 def test_gradients_are_those_of_the_client_and_near_finite_differences(
     open_page: Open, server: Server
 ) -> None:
-    opened = open_page(server.url)
+    opened = open_page(server.url, width=390)
     page = wait_until_drawn(opened)
     path = "/v1/gradients/softmax"
     assert path not in opened.requests  # a folded section sends nothing
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_the_client_and_near_finite_differences(
 
 
 def test_chosen_entry_and_open_section_belong_to_the_link(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url, path="/#example=words&open=gradients&entry=2,1")
+    opened = open_page(server.url, width=390, path="/#example=words&open=gradients&entry=2,1")
     page = wait_until_drawn(opened)
     section = page.locator("#gradients")
     section.scroll_into_view_if_needed()
@@ -96,7 +96,7 @@ def test_chosen_entry_and_open_section_belong_to_the_link(open_page: Open, serve
     expect(page.locator("#entry-channel")).to_have_value("1")
     assert read_gradients(page) == before
     page.get_by_role("button", name="Gradients", exact=True).click()
-    page.wait_for_function("() => !location.hash.includes('open=')")
+    page.wait_for_url(lambda address: "open=" not in address)
     expect(section.locator("table")).to_be_hidden()
 
 
@@ -139,7 +139,7 @@ CASES: Final = {
 def test_gradients_of_each_kind_of_input_are_near_finite_differences(
     open_page: Open, server: Server
 ) -> None:
-    opened = open_page(server.url, height=3000)
+    opened = open_page(server.url, width=390, height=3000)
     page = wait_until_drawn(opened)
     for name, path in CASES.items():
         page.evaluate("() => { document.getElementById('status').textContent = ''; }")
@@ -151,8 +151,10 @@ def test_gradients_of_each_kind_of_input_are_near_finite_differences(
 
 
 def test_gradients_that_cannot_be_shown_or_checked_say_why(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url, height=3000, path="/#variant=mean&open=gradients")
+    path = "/#variant=mean&open=gradients"
+    opened = open_page(server.url, width=390, height=3000, path=path)
     page = wait_until_drawn(opened)
+    unfold_form(page)
     paste(page, json.dumps({"value": [[0] * 128] * 600}))
     status = wait_until_drawn(opened).locator("#gradients").get_by_role("status")
     expect(status).to_have_text(

@@ -18,6 +18,8 @@ from support.browser import (
     WatchedPage,
     answer,
     choose_example,
+    expect_shown,
+    open_narrow,
     read_weights,
     wait_until_drawn,
 )
@@ -53,7 +55,7 @@ UPLOADS: Final = {
 
 
 def test_uploaded_files_are_drawn(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
+    opened = open_narrow(open_page, server.url)
     for kind, files in UPLOADS.items():
         page = choose_example(opened, "words")
         page.get_by_label("Upload").set_input_files(files)
@@ -64,8 +66,8 @@ def test_uploaded_files_are_drawn(open_page: Open, server: Server) -> None:
 
 
 def test_files_with_one_tensor_are_combined(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     body_count, needed = len(opened.bodies), page.locator("#tensors .needed .name")
     alert = page.locator("#alert")
     upload = page.get_by_label("Upload")
@@ -92,7 +94,7 @@ def test_files_with_one_tensor_are_combined(open_page: Open, server: Server) -> 
 def test_files_with_other_names_are_combined_by_role_or_first_letter(
     open_page: Open, server: Server
 ) -> None:
-    opened = open_page(server.url)
+    opened = open_narrow(open_page, server.url)
     for names in (("a", "b", "c"), ("Q_proj", "k1", "V")):
         page = choose_example(opened, "words")
         for name, array in zip(names, TENSORS.values(), strict=True):
@@ -104,14 +106,14 @@ def test_files_with_other_names_are_combined_by_role_or_first_letter(
             expect(page.get_by_label(f"Role of {name}")).to_have_value(role)
         expect(page.locator("#tensors .needed")).to_have_count(0)
         expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
-        page.wait_for_load_state("networkidle")
+        wait_until_drawn(opened)
         shown = np.array(list(read_weights(page).values()))
         np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
 
 
 def test_page_asks_before_it_replaces_a_tensor_of_the_user(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     upload, names = page.get_by_label("Upload"), page.locator("#tensors .name")
     question = page.get_by_role("group", name=re.compile("you brought"))
     upload.set_input_files(UPLOADS["npy"])
@@ -138,16 +140,12 @@ def test_page_asks_before_it_replaces_a_tensor_of_the_user(open_page: Open, serv
     answer(page, "Replace")
     expect(names).to_have_text(["key", "query", "value"])
     upload.set_input_files(other)
-    expect(question).to_be_visible()
+    question.wait_for()
     page.get_by_label("Example").select_option("words")  # then the question is void
     expect(question).to_be_hidden()
     expect(names).to_have_text(["words"])
 
-
-def test_files_are_added_in_the_order_in_which_they_are_chosen(
-    open_page: Open, server: Server
-) -> None:
-    page = wait_until_drawn(open_page(server.url))
+    # files are added in the order in which they are chosen
     page.evaluate(
         """text => {
             const drop = (name, content) => {
@@ -165,8 +163,12 @@ def test_files_are_added_in_the_order_in_which_they_are_chosen(
     expect(page.locator("#status")).to_have_text(re.compile("4 queries, 4 keys"))
 
 
-def test_pasted_tensors_are_drawn(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
+def test_pasted_tensors_and_a_table_of_a_german_spreadsheet_are_drawn(
+    open_page: Open, server: Server
+) -> None:
+    """Excel writes Windows-1252, and decimal commas."""
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     page.get_by_role("button", name="Paste").click()
     text = page.get_by_label("Tensors or request")
     expect(text).to_be_focused()
@@ -181,25 +183,7 @@ def test_pasted_tensors_are_drawn(open_page: Open, server: Server) -> None:
     expect(page.get_by_label("Role of tensor")).to_have_value("query, key, value")
     shown = np.array(list(read_weights(page).values()))
     np.testing.assert_allclose(shown, softmax(QUERY, QUERY), rtol=0, atol=0.51e-4)
-
-
-def test_file_error_is_shown_beside_the_upload(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    for name, data, message in (
-        ("cut.npy", npy(QUERY)[:-3], "cut.npy: this .npy has 77 bytes of data"),
-        ("x.npz", b"PK\x03\x04", "x.npz: this archive is cut off"),
-        ("words.json", b'{"query": ["Your"]}', 'words.json: query: [0] is "Your"'),
-    ):
-        page.get_by_label("Upload").set_input_files([payload(name, data)])
-        expect(page.locator("#inputs-error")).to_contain_text(message)
-        expect(page.get_by_label("Example")).to_have_value("words")  # unchanged
-    page.get_by_label("Upload").set_input_files(UPLOADS["npy"])
-    expect(page.locator("#inputs-error")).to_be_hidden()
-
-
-def test_table_of_a_german_spreadsheet_is_read(open_page: Open, server: Server) -> None:
-    """Excel writes Windows-1252, and decimal commas."""
-    page = wait_until_drawn(open_page(server.url))
+    choose_example(opened, "words")
     table = "Straße;0,5;1\nÄpfel;2;0,25\n".encode("cp1252")
     page.get_by_label("Upload").set_input_files([payload("tabelle.csv", table)])
     expect(page.get_by_label("Token labels")).to_have_value("Straße Äpfel")
@@ -208,24 +192,31 @@ def test_table_of_a_german_spreadsheet_is_read(open_page: Open, server: Server) 
     expect(page.get_by_label("tabelle, Äpfel, 1")).to_have_value("0.25")
 
 
-def test_tensor_error_is_shown_beside_it(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
+def test_errors_are_beside_the_upload_and_the_tensor_whose_role_can_change(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_narrow(open_page, server.url)
     opened.expect_status(422)
-    page = wait_until_drawn(opened)
+    page = opened.page
+    for name, data, message in (
+        ("cut.npy", npy(QUERY)[:-3], "cut.npy: this .npy has 77 bytes of data"),
+        ("x.npz", b"PK\x03\x04", "x.npz: this archive is cut off"),
+        ("words.json", b'{"query": ["Your"]}', 'words.json: query: [0] is "Your"'),
+    ):
+        page.get_by_label("Upload").set_input_files([payload(name, data)])
+        expect_shown(page.locator("#inputs-error"), message)
+        expect(page.get_by_label("Example")).to_have_value("words")  # unchanged
+    page.get_by_label("Upload").set_input_files(UPLOADS["npy"])
+    expect(page.locator("#inputs-error")).to_be_hidden()
+    choose_example(opened, "words")
     wrong = {"query": QUERY, "key": KEY[:, :3], "value": VALUE}
     page.get_by_label("Upload").set_input_files(
         [payload("all.safetensors", safetensors.numpy.save(wrong))]
     )
     expect(page.locator("#tensors li.wrong")).to_contain_text("D=")
-    expect(page.locator("#alert")).to_contain_text("D=")
+    expect_shown(page.locator("#alert"), "D=")
     page.get_by_label("Example").select_option("words")
     expect(page.locator("#alert")).to_be_hidden()
-
-
-def test_tensor_can_change_its_role_and_be_removed(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    opened.expect_status(422)
-    page = wait_until_drawn(opened)
     mask = (np.arange(25).reshape(5, 5) % 3 > 0).tolist()
     text = json.dumps({n: a.tolist() for n, a in TENSORS.items()} | {"allowed": mask})
     page.get_by_label("Upload").set_input_files([payload("x.json", text.encode())])
@@ -237,7 +228,7 @@ def test_tensor_can_change_its_role_and_be_removed(open_page: Open, server: Serv
     shown = np.array(list(read_weights(page).values()))
     assert ((shown == 0) == ~np.array(mask)).all()
     page.get_by_role("button", name="Remove value").click()
-    expect(page.locator("#alert")).to_contain_text("value")
+    expect_shown(page.locator("#alert"), "value")
 
 
 def uploaded(opened: WatchedPage, **arrays: np.ndarray) -> Page:
@@ -270,25 +261,31 @@ def test_shape_and_mask_of_the_inputs_decide_what_is_shown(open_page: Open, serv
     heads = np.stack([QUERY, KEY, VALUE])[None].repeat(2, 0)  # batch items and heads have names
     page = uploaded(opened, query=heads, key=heads, value=heads)
     expect(page.locator("#status")).to_contain_text("5 keys, 2 items of 3 heads;")
-    expect(page.get_by_role("button", name="item 1, head 2")).to_be_visible()
+    page.get_by_role("button", name="item 1, head 2").wait_for()
     page = uploaded(opened, query=heads[0], key=heads[0], value=heads[0])
     expect(page.locator("#status")).to_contain_text("5 keys, 3 items;")
 
     page = uploaded(opened, query=QUERY[:3], key=KEY, value=VALUE)
-    expect(page.locator("#difference figure")).to_be_visible()
+    page.locator("#difference figure").wait_for()
     page.get_by_label("Variant", exact=True).select_option("mean")  # 5 by 5: maps of other shapes
     expect(page.locator("#status")).to_have_text(re.compile("^mean:"))
     expect(page.locator("#difference figure")).to_be_hidden()
 
 
-def test_names_and_labels_are_not_parsed_as_html(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
+def test_names_and_labels_are_not_parsed_as_html_and_possibly_swapped_axes_are_reported(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_narrow(open_page, server.url)
     name = "<img src=/playground/none onerror=alert(1)>"
     page = uploaded(opened, **{name: QUERY, "key": KEY, "value": VALUE, "query": QUERY})
     page.get_by_label("Token labels").fill("<b>a</b> <i>b</i> c d e")
     expect(page.locator("#row").get_by_role("heading")).to_have_text(re.compile("<i>b</i>"))
     expect(page.locator("#tensors")).to_contain_text(name)
     assert page.locator("#tensors img, #row i, #row b").count() == 0
+    for shape, reported in (((7, 3, 4), 3), ((3, 7, 4), 0), ((1, 8, 1, 4), 0), ((7, 3, 4), 3)):
+        page = uploaded(opened, **dict.fromkeys(TENSORS, RNG.standard_normal(shape)))
+        expect(page.locator("#tensors .swapped")).to_have_count(reported)
+    expect(page.locator("#tensors .swapped").first).to_contain_text("7 heads of 3 positions")
 
 
 def test_large_request_is_saved_or_uses_the_uploaded_files(
@@ -314,11 +311,3 @@ def test_large_request_is_saved_or_uses_the_uploaded_files(
         "Run this in a folder with query.npy, key.npy, value.npy."
     )
     expect(save).to_be_hidden()
-
-
-def test_possibly_swapped_axes_are_reported(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    for shape, reported in (((7, 3, 4), 3), ((3, 7, 4), 0), ((1, 8, 1, 4), 0), ((7, 3, 4), 3)):
-        page = uploaded(opened, **dict.fromkeys(TENSORS, RNG.standard_normal(shape)))
-        expect(page.locator("#tensors .swapped")).to_have_count(reported)
-    expect(page.locator("#tensors .swapped").first).to_contain_text("7 heads of 3 positions")

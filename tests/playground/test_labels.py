@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playwright.sync_api import expect
 
-from support.browser import Open, choose_example, read_weights, wait_until_drawn
+from support.browser import Open, choose_example, open_narrow, read_weights, wait_until_drawn
 from support.examples import examples
 from support.javascript import Modules
 from support.service import Server
@@ -43,8 +43,10 @@ def test_formatted_labels_parse_to_themselves(modules: Modules, labels: list[str
     assert modules.evaluate(round_trip, labels) == labels
 
 
-def test_labels_with_spaces_name_queries_and_keys(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
+def test_labels_name_queries_and_keys_and_a_wrong_number_is_reported(
+    open_page: Open, server: Server
+) -> None:
+    page = open_narrow(open_page, server.url).page
     for text in (json.dumps(SIX), "\n".join(SIX), '"New York" is a big old city'):
         page.get_by_label("Token labels").fill("a b c d e f")
         expect(page.locator("#row").get_by_role("heading")).to_have_text("b")
@@ -53,11 +55,7 @@ def test_labels_with_spaces_name_queries_and_keys(open_page: Open, server: Serve
         assert list(read_weights(page)) == SIX
         expect(page.locator("#labels-note")).to_be_hidden()
 
-
-def test_wrong_number_of_labels_is_reported_and_the_given_ones_are_shown(
-    open_page: Open, server: Server
-) -> None:
-    page = wait_until_drawn(open_page(server.url))
+    # a wrong number of labels is reported, and the given ones are shown
     field = page.get_by_label("Token labels")
     field.fill("Your journey starts")
     note = page.locator("#labels-note")
@@ -76,9 +74,7 @@ def test_wrong_number_of_labels_is_reported_and_the_given_ones_are_shown(
     field.fill("a b c d e f")
     expect(note).to_be_hidden()
 
-
-def test_labels_that_fit_the_keys_alone_name_the_keys(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
+    # labels that fit the keys alone name the keys
     page.get_by_role("button", name="Paste").click()
     rows = [[1, 0], [0, 1], [1, 1]]
     page.get_by_label("Tensors or request").fill(
@@ -94,8 +90,8 @@ def test_labels_that_fit_the_keys_alone_name_the_keys(open_page: Open, server: S
 
 
 def test_typed_labels_stay_for_another_head_or_variant(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     field, variant = page.get_by_label("Token labels"), page.get_by_label("Variant", exact=True)
     variant.select_option("linear_layer")  # brings an example of its own
     expect(page.get_by_label("Example")).to_have_value("linear-layer")

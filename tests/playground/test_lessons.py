@@ -71,13 +71,14 @@ def test_each_stop_shows_its_section_and_every_number_of_its_text(
             expect(elements).to_have_count(1 + stop["look"].count(","))
             for element in elements.all():
                 expect(element).to_be_in_viewport()
-        page.wait_for_function(SHOWS, arg=numbers_of(stop["text"]))
+        # reads all texts: not in each frame
+        page.wait_for_function(SHOWS, arg=numbers_of(stop["text"]), polling=100)
         if stop["section"] == "gradients":
             check_gradients(page)
         panel.locator(".primary").click()  # Next, Next lesson, and Close at the end
     expect(panel).to_be_hidden()
     expect(page.get_by_role("link", name=lesson["title"])).to_be_focused()
-    page.wait_for_function("() => !location.hash.includes('lesson')")
+    page.wait_for_url(lambda address: "lesson" not in address)
 
 
 def test_lesson_is_followed_by_keys_links_and_history(open_page: Open, server: Server) -> None:

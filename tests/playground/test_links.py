@@ -11,24 +11,31 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
-from support.browser import Open, WatchedPage, choose_example, paste, read_weights, wait_until_drawn
+from support.browser import (
+    Open,
+    WatchedPage,
+    choose_example,
+    expect_shown,
+    open_narrow,
+    paste,
+    read_weights,
+    unfold_form,
+    wait_until_drawn,
+)
 from support.service import Server
 
 THREE: Final = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
 
 
-def fields_of(page: Page) -> dict[str, str]:
-    """Returns the fields of the page's fragment."""
-    fragment = urlsplit(page.url).fragment
+def fields_of(address: str) -> dict[str, str]:
+    """Returns the fields of the fragment of an address."""
+    fragment = urlsplit(address).fragment
     return {name: values[0] for name, values in parse_qs(fragment, True).items()}
 
 
 def wait_for_field(page: Page, name: str, value: str) -> None:
     """Waits until the fragment has a field with this value."""
-    page.wait_for_function(
-        "([name, value]) => new URLSearchParams(location.hash.slice(1)).get(name) === value",
-        arg=[name, value],
-    )
+    page.wait_for_url(lambda address: fields_of(address).get(name) == value)
 
 
 def go_back(opened: WatchedPage) -> Page:
@@ -51,7 +58,7 @@ def test_address_describes_the_page(open_page: Open, server: Server) -> None:
     page.get_by_label("linear minus", exact=True).select_option("taylor")
     page.locator("#compare-mean").uncheck()
     wait_for_field(page, "without", "mean")
-    fields = fields_of(page)
+    fields = fields_of(page.url)
     assert fields.pop("labels").startswith("the cat saw the dog")
     assert fields == {
         "example": "induction", "variant": "linear", "parameters.causal": "true",
@@ -61,8 +68,8 @@ def test_address_describes_the_page(open_page: Open, server: Server) -> None:
 
 
 def test_reload_and_another_browser_show_the_same_page(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     paste(page, json.dumps({"query": THREE, "key": THREE, "value": THREE}))
     wait_until_drawn(opened)
     page.get_by_label("softcap", exact=True).fill("2.5")
@@ -70,11 +77,11 @@ def test_reload_and_another_browser_show_the_same_page(open_page: Open, server: 
     wait_for_field(page, "labels", '["New York","is","big"]')
     address, shown = page.url, read_weights(page)
     page.get_by_role("button", name="Copy link").click()
-    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    page.get_by_role("button", name="Copied").wait_for()
     expect(page.locator("#link-note")).to_be_hidden()
     assert page.evaluate("() => navigator.clipboard.readText()") == address
     page.reload()
-    for one in (opened, open_page(address, path="")):
+    for one in (opened, open_page(address, path="", width=390)):
         same = wait_until_drawn(one)
         assert same.url == address
         assert read_weights(same) == shown
@@ -85,8 +92,8 @@ def test_reload_and_another_browser_show_the_same_page(open_page: Open, server: 
 
 
 def test_back_and_forward_return_to_states(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     words = read_weights(page)
     page.get_by_label("causal", exact=True).check()
     wait_for_field(page, "parameters.causal", "true")
@@ -111,8 +118,8 @@ def test_back_and_forward_return_to_states(open_page: Open, server: Server) -> N
 def test_large_tensors_stay_out_of_the_link_and_survive_a_reload(
     open_page: Open, server: Server
 ) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     rows = np.random.default_rng(0).standard_normal((20, 64)).round(3).tolist()
     paste(page, json.dumps(rows))
     wait_until_drawn(opened)
@@ -122,6 +129,7 @@ def test_large_tensors_stay_out_of_the_link_and_survive_a_reload(
     page.reload()
     wait_until_drawn(opened)
     assert read_weights(page) == shown
+    unfold_form(page)
     choose_example(opened, "words")
     wait_for_field(page, "example", "words")
     go_back(opened)
@@ -130,9 +138,9 @@ def test_large_tensors_stay_out_of_the_link_and_survive_a_reload(
     expect(page.locator("#link-note")).to_have_text(
         "The link is copied. It does not hold the tensors: too large for a link."
     )
-    other = open_page(page.url, path="").page
+    other = open_page(page.url, path="", width=390).page
     expect(other.locator("#example-about")).to_contain_text("This link does not hold the tensors")
-    expect(other.locator("#alert")).to_contain_text("requires query, key and value")
+    expect_shown(other.locator("#alert"), "requires query, key and value")
 
 
 SHORT_LINKS: Final = {
@@ -143,8 +151,12 @@ SHORT_LINKS: Final = {
 
 
 def test_written_link_has_the_values_of_its_example(open_page: Open, server: Server) -> None:
+    """The first one opens the page; the others are pasted into its address."""
+    first = next(iter(SHORT_LINKS))
+    page = open_page(server.url, path=f"/#{first}", width=390).page
     for fragment, (status, row) in SHORT_LINKS.items():
-        page = wait_until_drawn(open_page(server.url, path=f"/#{fragment}"))
+        if fragment != first:
+            page.goto(f"{server.url}/#{fragment}")
         expect(page.locator("#status")).to_contain_text(status)
         expect(page.get_by_label("Query", exact=True)).to_have_value(row)
         assert urlsplit(page.url).fragment == fragment
@@ -164,7 +176,7 @@ WRONG_LINKS: Final = [
 def test_damaged_link_is_reported_beside_an_example(open_page: Open, server: Server) -> None:
     """The first one opens the page; the others are pasted into its address."""
     first, *others = [f"/#{urlencode(fields)}" for fields, _ in WRONG_LINKS]
-    opened = open_page(server.url, path=first)
+    opened = open_page(server.url, path=first, width=390)
     for path, (_, message) in zip((None, *others), WRONG_LINKS, strict=True):
         if path:
             opened.page.goto(server.url + path)
@@ -175,9 +187,7 @@ def test_damaged_link_is_reported_beside_an_example(open_page: Open, server: Ser
 
 
 def test_link_to_a_section_keeps_the_state(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = choose_example(opened, "linear-layer")
-    wait_for_field(page, "example", "linear-layer")
+    page = wait_until_drawn(open_page(server.url, path="/#example=linear-layer"))
     address = page.url
     page.get_by_role("link", name="Compare").click()
     expect(page.locator("#compare")).to_be_focused()

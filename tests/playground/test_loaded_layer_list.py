@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 
 from qkv import Client
 from support import small_checkpoints
-from support.browser import Open, read_weights, wait_until_drawn
+from support.browser import Open, open_narrow, read_weights, wait_until_drawn
 from support.known_requests import as_array
 from support.service import Server, running_server
 from support.small_checkpoints import HEADS, LLAMA, WIDTH
@@ -32,8 +32,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.representative
 def test_chosen_layer_gives_the_weights_of_the_client(open_page: Open, loaded: Server) -> None:
-    opened = open_page(loaded.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, loaded.url)
+    page = opened.page
     choice = page.get_by_label("Loaded layer")
     names = [
         f"{model}.{i}" for model in ("bert.encoder.layer", "llama.model.layers") for i in (0, 1)
@@ -62,13 +62,15 @@ def test_chosen_layer_gives_the_weights_of_the_client(open_page: Open, loaded: S
     assert "layer" not in opened.posted("/v1/attention/softmax")[-1]
 
 
-def test_loaded_layer_survives_a_reload_and_undo(open_page: Open, loaded: Server) -> None:
-    opened = open_page(loaded.url)
-    page = wait_until_drawn(opened)
+def test_loaded_layer_survives_a_reload_undo_and_own_hidden_states(
+    open_page: Open, loaded: Server, tmp_path: Path
+) -> None:
+    opened = open_narrow(open_page, loaded.url)
+    page = opened.page
     choice = page.get_by_label("Loaded layer")
     choice.select_option(NAME)
     wait_until_drawn(opened)
-    page.wait_for_function("() => location.hash.includes('layer=')")
+    page.wait_for_url(lambda address: "layer=" in address)
     shown = read_weights(page)
     page.reload()
     wait_until_drawn(opened)
@@ -82,14 +84,12 @@ def test_loaded_layer_survives_a_reload_and_undo(open_page: Open, loaded: Server
     expect(choice).to_have_value(NAME)
     assert read_weights(page) == shown
 
-
-def test_own_hidden_states_keep_the_layer(open_page: Open, loaded: Server, tmp_path: Path) -> None:
+    # hidden states of the user keep the layer
+    for name in ("", NAME):
+        choice.select_option(name)
+        wait_until_drawn(opened)
     states = np.random.default_rng(0).normal(size=(5, WIDTH)).astype(np.float32)
     np.save(tmp_path / "states.npy", states)
-    opened = open_page(loaded.url)
-    page = wait_until_drawn(opened)
-    page.get_by_label("Loaded layer").select_option(NAME)
-    wait_until_drawn(opened)
     page.locator("#upload").set_input_files(str(tmp_path / "states.npy"))
     wait_until_drawn(opened)
     expect(page.get_by_label("Loaded layer")).to_have_value(NAME)

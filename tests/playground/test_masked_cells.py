@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 from playwright.sync_api import Page, expect
 
-from support.browser import Open, paste, wait_until_drawn
+from support.browser import Open, open_narrow, paste, wait_until_drawn
 from support.service import Server
 
 REQUEST: Final = {
@@ -38,14 +38,14 @@ def read_cells(page: Page) -> list[list[str]]:
 
 @pytest.mark.representative
 def test_masked_cells_are_named(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     page.get_by_text("Weights as a table").click()
     expect(page.locator("#map .hatch")).to_have_count(0)  # the example masks nothing
     paste(page, json.dumps(REQUEST))
     wait_until_drawn(opened)
     assert read_cells(page) == CELLS
-    expect(page.locator("#map .hatch")).to_be_visible()
+    page.locator("#map .hatch").wait_for()
     page.locator("#map [role=application]").focus()
     page.keyboard.press("Home")
     for weight in ("1", "0", "masked"):
@@ -54,23 +54,26 @@ def test_masked_cells_are_named(open_page: Open, server: Server) -> None:
     expect(page.locator("#announcements")).to_have_text("query 0 to key 3: masked")
 
 
-def test_signed_weights_have_no_entropy_and_no_shares(open_page: Open, server: Server) -> None:
+def test_signed_weights_have_no_entropy_and_masked_cells_follow_window_and_pooling(
+    open_page: Open, server: Server
+) -> None:
     """`gated` hides later keys by its rule."""
-    page = wait_until_drawn(open_page(server.url, path="/#example=words&variant=gated&row=1"))
-    expect(page.locator("#map .hatch")).to_be_visible()
+    page = wait_until_drawn(
+        opened := open_page(server.url, width=390, path="/#example=words&variant=gated&row=1")
+    )
+    page.locator("#map .hatch").wait_for()
     expect(page.locator("#row td")).to_have_count(4)
     expect(page.locator("#row td").nth(1)).to_be_hidden()
     expect(page.locator("#row dl")).to_be_hidden()
     page.get_by_text("Weights as a table").click()
     expect(page.get_by_role("columnheader", name="Entropy")).to_have_count(0)
 
-
-def test_masked_cells_follow_the_window_and_the_pooling(open_page: Open, server: Server) -> None:
+    # masked cells follow the window and the pooling
     fragment = (
         "example=local&variant=softmax&parameters.causal=true&parameters.window=[8,null]&pool=16"
     )
-    page = wait_until_drawn(open_page(server.url, path=f"/#{fragment}"))
-    page.get_by_text("Weights as a table").click()
+    page.goto(f"{server.url}/#{fragment}")
+    wait_until_drawn(opened)
     expect(page.locator("#table tbody tr")).to_have_count(16)
     seen = [["masked" != text for text in row] for row in read_cells(page)]
     # a cell has 4 queries and 4 keys: 8 keys back are in the two cells before and the third one

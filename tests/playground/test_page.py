@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, Request, expect
 
-from support.browser import Open, read_weights, typeset, wait_until_drawn
+from support.browser import Open, expect_shown, open_narrow, read_weights, typeset, wait_until_drawn
 from support.service import Server
 
 
@@ -25,10 +25,13 @@ def test_page_opens_with_the_six_words_example(open_page: Open, server: Server) 
         box = page.get_by_label(label, exact=True).bounding_box()
         assert box is not None
         assert box["y"] + box["height"] < bar["y"], label
+    upload = page.locator("label[for=upload]").bounding_box()
+    assert upload is not None
+    assert upload["y"] + upload["height"] < bar["y"]
     expect(page.locator("#loaded-layer-field")).to_be_hidden()
     expect(page.locator("#upload-about")).to_be_hidden()
     page.get_by_text("Which files?").click()
-    expect(page.locator("#upload-about")).to_be_visible()
+    page.locator("#upload-about").wait_for()
     expect(page.get_by_label("Example")).to_have_value("words")
     expect(page.locator("#kind")).to_have_text("stochastic")
     row = page.locator("#row")
@@ -40,10 +43,10 @@ def test_page_opens_with_the_six_words_example(open_page: Open, server: Server) 
 
 def test_timing_begins_with_the_run_of_the_user(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
-    expect(page.locator("#timing li", has_text="for the difference")).to_be_visible()
+    page.locator("#timing li", has_text="for the difference").wait_for()
     page.get_by_label("Variant", exact=True).select_option("taylor")
     expect(page.locator("#timing ol > li").first).to_contain_text("taylor full weights")
-    expect(page.locator("#timing li", has_text="taylor statistics")).to_be_visible()
+    page.locator("#timing li", has_text="taylor statistics").wait_for()
     expect(page.locator("#timing ol > li").first).to_contain_text("taylor full weights")
 
 
@@ -64,7 +67,7 @@ def test_each_variant_is_drawn(open_page: Open, server: Server) -> None:
         if "weights" in variant["outputs"]:
             expect(page.locator("#kind")).to_have_text(re.compile("stochastic|signed|unnormal"))
         for parameter in variant["parameters"]["properties"]:
-            expect(page.get_by_label(parameter, exact=True)).to_be_visible()
+            page.get_by_label(parameter, exact=True).wait_for()
 
 
 def non_default(schema: dict[str, Any]) -> Any:
@@ -86,9 +89,9 @@ def non_default(schema: dict[str, Any]) -> Any:
 
 @pytest.mark.rare("service/qkv/playground", "service/qkv/attention/variants")
 def test_each_parameter_control_changes_the_request(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
+    opened = open_narrow(open_page, server.url)
     opened.expect_status(422)  # some values are valid only together with others
-    page = wait_until_drawn(opened)
+    page = opened.page
     for variant in server.http.get("/v1/variants").json()["variants"]:
         path = f"/v1/attention/{variant['variant']}"
         select_variant(page, variant["variant"])
@@ -116,18 +119,18 @@ def set_control(control: Locator, value: Any) -> None:
         control.fill(json.dumps(value))
 
 
-def test_parameter_error_is_shown_beside_it_until_it_is_corrected(
+def test_wrong_parameter_unreachable_service_and_injected_script_are_reported(
     open_page: Open, server: Server
 ) -> None:
-    opened = open_page(server.url)
+    opened = open_narrow(open_page, server.url)
     opened.expect_status(422)
-    page = wait_until_drawn(opened)
+    page = opened.page
     scale = page.get_by_label("softcap", exact=True)
     scale.fill("-1")
     expect(scale).to_have_attribute("aria-invalid", "true")
     expect(scale).to_have_accessible_description(re.compile("softcap|greater|at least", re.I))
-    expect(page.locator("#parameter-softcap-error")).to_contain_text("-1")
-    expect(page.locator("#alert")).to_contain_text("softcap")
+    expect_shown(page.locator("#parameter-softcap-error"), "-1")
+    expect_shown(page.locator("#alert"), "softcap")
     scale.fill("1")
     expect(page.locator("#alert")).to_be_hidden()
     expect(page.locator("#parameter-softcap-error")).to_be_hidden()
@@ -141,59 +144,18 @@ def test_parameter_error_is_shown_beside_it_until_it_is_corrected(
     page.wait_for_timeout(300)  # longer than the page waits after a keystroke
     assert len(opened.requests) == before
 
-
-def test_unreachable_service_is_reported(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    # a service that does not respond is reported
+    page.get_by_label("window", exact=True).fill("")
+    wait_until_drawn(opened)
     opened.expected.append("ERR_FAILED|net::")
     page.route("**/{v1/**,readyz}", lambda route: route.abort())
     page.get_by_role("button", name="Run").click()
-    expect(page.locator("#alert")).to_contain_text("The service does not respond")
+    expect_shown(page.locator("#alert"), "The service does not respond")
     page.unroute_all()  # it is back: the page asks again by itself
     expect(page.locator("#alert")).to_be_hidden()
     wait_until_drawn(opened)
 
-
-def test_weights_follow_the_slider_of_scale(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    slider, field = page.locator(".slider input"), page.get_by_label("scale", exact=True)
-    slider.scroll_into_view_if_needed()
-    box = slider.bounding_box()
-    assert box is not None
-    y = box["y"] + box["height"] / 2
-    page.mouse.move(box["x"] + box["width"] / 2, y)
-    page.mouse.down()
-    first = page.locator("#row tbody td").first
-    for part in (0.6, 0.7, 0.8):
-        before, text = field.input_value(), first.inner_text()
-        page.mouse.move(box["x"] + part * box["width"], y)
-        expect(field).not_to_have_value(before)
-        expect(first).not_to_have_text(text)
-    page.mouse.up()
-    expect(page).to_have_url(re.compile(f"scale={field.input_value()}&"))
-    field.fill("0,5")  # a comma is a point too
-    expect(page).to_have_url(re.compile("scale=0.5&"))
-    expect(slider).to_have_value("-1")
-
-
-def test_an_example_keeps_the_variant_or_says_that_it_does_not(
-    open_page: Open, server: Server
-) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    variant, example = (page.get_by_label(name, exact=True) for name in ("Variant", "Example"))
-    variant.select_option("linear")
-    example.select_option("induction")
-    expect(variant).to_have_value("linear")
-    variant.select_option("linear_layer")
-    expect(example).to_have_value("linear-layer")
-    example.select_option("words")
-    expect(variant).to_have_value("softmax")
-    expect(page.locator("#example-about")).to_contain_text("The variant is softmax now")
-
-
-def test_injected_scripts_and_other_hosts_are_blocked(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    # injected scripts and other hosts are blocked
     opened.expected.append("Content Security Policy")
     page.evaluate(
         """() => {
@@ -208,3 +170,38 @@ def test_injected_scripts_and_other_hosts_are_blocked(open_page: Open, server: S
     opened.expected.append("request to another host")
     page.evaluate("() => fetch('https://example.com').catch(() => {})")
     assert len(opened.complaints) > before
+
+
+def test_weights_follow_the_slider_of_scale_and_an_example_keeps_the_variant(
+    open_page: Open, server: Server
+) -> None:
+    page = open_narrow(open_page, server.url).page
+    slider, field = page.locator(".slider input"), page.get_by_label("scale", exact=True)
+    slider.scroll_into_view_if_needed()
+    box = slider.bounding_box()
+    assert box is not None
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] / 2, y)
+    page.mouse.down()
+    first = page.locator("#row tbody td").first
+    for part in (0.6, 0.7, 0.8):
+        before, text = field.input_value(), first.inner_text()
+        page.mouse.move(box["x"] + part * box["width"], y)
+        expect(field).not_to_have_value(before)
+        expect(first).not_to_have_text(text)
+    page.mouse.up()
+    page.wait_for_url(re.compile(f"scale={field.input_value()}&"))
+    field.fill("0,5")  # a comma is a point too
+    page.wait_for_url(re.compile("scale=0.5&"))
+    expect(slider).to_have_value("-1")
+
+    # an example keeps the variant, or says that it does not
+    variant, example = (page.get_by_label(name, exact=True) for name in ("Variant", "Example"))
+    variant.select_option("linear")
+    example.select_option("induction")
+    expect(variant).to_have_value("linear")
+    variant.select_option("linear_layer")
+    expect(example).to_have_value("linear-layer")
+    example.select_option("words")
+    expect(variant).to_have_value("softmax")
+    expect(page.locator("#example-about")).to_contain_text("The variant is softmax now")

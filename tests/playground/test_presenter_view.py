@@ -7,7 +7,7 @@ from typing import Final
 
 from playwright.sync_api import Page, expect
 
-from support.accessibility import problems
+from support.accessibility import overflow, problems
 from support.browser import Open, typeset, wait_until_drawn
 from support.javascript import Modules
 from support.service import Server
@@ -43,7 +43,9 @@ def test_map_and_controls_are_visible_together(open_page: Open, server: Server) 
         assert canvas is not None
         assert canvas["width"] > width * 0.4
         assert canvas["height"] > height * 0.6
-        assert problems(page) == []
+        if i in (0, 3):  # each layout and each theme once
+            assert problems(page) == []
+        assert overflow(page) == 0
 
 
 def test_view_is_entered_and_left(open_page: Open, server: Server) -> None:
@@ -54,13 +56,13 @@ def test_view_is_entered_and_left(open_page: Open, server: Server) -> None:
     button.click()
     expect(button).to_have_attribute("aria-pressed", "true")
     assert font_size(page) > 1.4 * small
-    expect(page).to_have_url(re.compile("view=presenter"))
+    page.wait_for_url(re.compile("view=presenter"))
     expect(page.locator("#comparison")).to_be_hidden()
     page.get_by_role("link", name="Compare").click()
-    expect(page.locator("#comparison tbody tr").first).to_be_visible()
+    page.locator("#comparison tbody tr").first.wait_for()
 
     page.get_by_label("causal", exact=True).check()
-    expect(page).to_have_url(re.compile("causal=true"))
+    page.wait_for_url(re.compile("causal=true"))
     page.get_by_role("button", name="Undo").click()
     expect(page.get_by_label("causal", exact=True)).not_to_be_checked()
     expect(button).to_have_attribute("aria-pressed", "true")
@@ -71,7 +73,7 @@ def test_view_is_entered_and_left(open_page: Open, server: Server) -> None:
     page.keyboard.press("Escape")
     expect(button).to_have_attribute("aria-pressed", "false")
     assert font_size(page) == small
-    expect(page.locator("#timing")).to_be_visible()
+    page.locator("#timing").wait_for()
     page.keyboard.press("Alt+p")
     expect(button).to_have_attribute("aria-pressed", "true")
 
@@ -89,6 +91,7 @@ def test_texts_of_lessons_fit_above_their_buttons(
     opened = open_page(server.url, path="/#lesson=attention&view=presenter")
     page = wait_until_drawn(opened)
     page.set_viewport_size({"width": 1280, "height": 720})
+    page.route("**/v1/**", lambda route: None)  # the texts do not wait for the results
     for _, stops in lessons:
         for stop in stops:
             expect(page.locator("#lesson p")).to_have_text(typeset(stop["text"]))

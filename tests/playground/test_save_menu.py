@@ -16,14 +16,15 @@ import safetensors.numpy
 from matplotlib.image import imread
 from playwright.sync_api import Page, expect
 
+from support.accessibility import LOOKS
 from support.browser import (
     Open,
     choose_example,
     match_groups,
+    open_narrow,
     paste,
     read_weights,
     save,
-    unfold_sections,
     wait_until_drawn,
 )
 from support.service import Server
@@ -64,8 +65,7 @@ def check_picture(path: Path, width: int | None = WIDTH) -> np.ndarray:
 
 @pytest.mark.representative
 def test_saved_map_has_its_title_its_cells_and_its_scale(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url, theme="dark")
-    page = wait_until_drawn(opened)
+    page = wait_until_drawn(open_page(server.url, theme="dark", width=390))
     path = save(page, "the weights", "PNG")
     assert path.name == "weights-of-softmax-scale-1.png"
     dots = check_picture(path)
@@ -81,16 +81,21 @@ def test_saved_map_has_its_title_its_cells_and_its_scale(open_page: Open, server
 def test_pictures_do_not_depend_on_the_theme_or_the_window(open_page: Open, server: Server) -> None:
     whats = ("the weights", "the output", "the difference", "the row")
     pictures: dict[str, set[bytes]] = {what: set() for what in whats}
-    for theme, width in (("light", 1440), ("dark", 390)):
-        page = choose_example(open_page(server.url, theme=theme, width=width), "induction")
-        unfold_sections(page)
-        page.wait_for_load_state("networkidle")
+    opened = open_page(server.url, theme="dark", width=390, path="/#example=induction&open=output")
+    page = wait_until_drawn(opened)
+    page.get_by_role("heading", name="Compare").get_by_role("button").click()
+    page.get_by_role("button", name="Save the difference").wait_for()
+    for width, theme in LOOKS:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=theme)
         for what in whats:
             pictures[what].add(save(page, what, "PNG").read_bytes())
     assert {what: len(found) for what, found in pictures.items()} == dict.fromkeys(whats, 1)
 
 
-def test_saved_numbers_are_those_of_the_page(open_page: Open, server: Server) -> None:
+def test_saved_numbers_are_those_of_the_page_and_their_names_no_formulas(
+    open_page: Open, server: Server
+) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     page.get_by_label("softmax minus", exact=True).select_option("taylor")
@@ -118,26 +123,9 @@ def test_saved_numbers_are_those_of_the_page(open_page: Open, server: Server) ->
     assert [float(weight) for _, weight, _ in keys[1:]] == weights[1][order].tolist()
     assert float(keys[-1][2]) == pytest.approx(1, abs=1e-12)
 
-
-def test_saved_csv_can_be_brought_again(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
-    labels = ["New York", 'a "b"', "c, d", "e;f", "=g", "\t@h"]
-    page.get_by_label("Token labels").fill(json.dumps(labels))
-    path = save(page, "the output", "CSV")
-    page.get_by_label("Upload").set_input_files(str(path))
-    expect(page.get_by_label("Example")).to_have_value("")
-    wait_until_drawn(opened)
-    assert json.loads(page.get_by_label("Token labels").input_value()) == labels
-    expect(page.locator("#tensors .shape")).to_have_text("6 × 3")
-
-
-def test_texts_of_saved_and_copied_tables_are_no_formulas(open_page: Open, server: Server) -> None:
+    # texts of saved and copied tables are no formulas
     labels = ['=HYPERLINK("http://x", 1)', "+1+1", "-1+1", "@SUM(1)", "\t=1", "-0.5"]
-    page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Token labels").fill(json.dumps(labels))
-    page.get_by_label("softmax minus", exact=True).select_option("taylor")
-    page.wait_for_load_state("networkidle")
     path = save(page, "the difference", "CSV")
     guarded = [*(f"'{label}" for label in labels[:-1]), "-0.5"]  # a number needs no guard
     assert read_csv(path)[0][1:] == guarded
@@ -151,9 +139,19 @@ def test_texts_of_saved_and_copied_tables_are_no_formulas(open_page: Open, serve
     cells = re.findall("<t[dh]>([^<]*)", clipboard(page, "text/html"))
     assert not [cell for cell in cells if re.match("[=+@\t]|-[^0-9]|-1[+]", cell)]
 
+    # a saved table can be brought again
+    labels = ["New York", 'a "b"', "c, d", "e;f", "=g", "\t@h"]
+    page.get_by_label("Token labels").fill(json.dumps(labels))
+    path = save(page, "the output", "CSV")
+    page.get_by_label("Upload").set_input_files(str(path))
+    expect(page.get_by_label("Example")).to_have_value("")
+    wait_until_drawn(opened)
+    assert json.loads(page.get_by_label("Token labels").input_value()) == labels
+    expect(page.locator("#tensors .shape")).to_have_text("6 × 3")
+
 
 def test_metrics_are_saved_as_shown_and_in_full(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
+    opened = open_page(server.url, width=390, path="/#open=compare")
     page = wait_until_drawn(opened)
     table = page.locator("#comparison table")
     expect(table.get_by_role("columnheader")).to_have_count(3 + 6)  # groups, and six columns
@@ -172,14 +170,14 @@ def test_metrics_are_saved_as_shown_and_in_full(open_page: Open, server: Server)
     check_picture(save(page, "the metrics", "PNG"), width=None)
     page.get_by_role("button", name="All columns").click()
     expect(table.get_by_role("columnheader")).to_have_count(3 + 12)
-    page.wait_for_function("() => location.hash.includes('metrics=all')")
+    page.wait_for_url(re.compile("metrics=all"))
     page.reload()
     wait_until_drawn(opened)
     expect(table.get_by_role("columnheader")).to_have_count(3 + 12)
 
 
 def test_curves_are_saved_as_picture_drawing_and_numbers(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url, theme="dark"))
+    page = wait_until_drawn(open_page(server.url, theme="dark", width=390, path="/#open=length"))
     sweep = page.locator("#sweep")
     expect(sweep.get_by_role("button", name="Save the times")).to_be_hidden()
     sweep.get_by_label("Up to").select_option("512")
@@ -207,9 +205,47 @@ def test_curves_are_saved_as_picture_drawing_and_numbers(open_page: Open, server
     assert saved_times == pytest.approx([median, least, most], rel=5e-3)
 
 
-def test_saved_tensors_are_the_inputs_and_the_outputs(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+def clipboard(page: Page, kind: str) -> str:
+    text: str = page.evaluate(
+        """async kind => {
+            const [item] = await navigator.clipboard.read();
+            return (await item.getType(kind)).text();
+        }""",
+        kind,
+    )
+    return text
+
+
+def test_copied_table_is_for_spreadsheets_and_documents_and_saved_tensors_are_all(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_narrow(open_page, server.url, path="/#open=output")
+    page = opened.page
+    page.get_by_label("Token labels").fill("<b> journey starts with one step")
+    menu = page.get_by_role("button", name="Save the weights")
+    menu.focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="PNG picture for print")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(menu).to_be_focused()
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Copy table").click()
+    expect(page.locator("#announcements")).to_have_text("Copied")
+    weights = list(read_weights(page).values())
+    cells = [line.split("\t") for line in clipboard(page, "text/plain").splitlines()]
+    assert cells[0] == ["query", "<b>", "journey", "starts", "with", "one", "step"]
+    copied = np.array([[float(cell) for cell in line[1:]] for line in cells[1:]])
+    np.testing.assert_allclose(copied, weights, rtol=0, atol=0.51e-4)
+    assert max(len(cell) for line in cells[1:] for cell in line[1:]) <= 9
+    html = clipboard(page, "text/html")
+    assert html.count("<tr>") == 7
+    assert "&lt;b&gt;" in html
+    paste(page, clipboard(page, "text/plain"))  # as from a spreadsheet
+    wait_until_drawn(opened)
+    expect(page.locator("#tensors .shape")).to_have_text("6 × 6")
+
+    # saved tensors are the inputs and the outputs
+    choose_example(opened, "words")
     draw = np.random.default_rng(1)
     arrays: dict[str, np.ndarray] = {
         "mask": np.tri(5, dtype=bool),
@@ -236,51 +272,13 @@ def test_saved_tensors_are_the_inputs_and_the_outputs(open_page: Open, server: S
         np.testing.assert_array_equal(found[name], np.float32(outputs[name]), strict=True)
 
 
-def clipboard(page: Page, kind: str) -> str:
-    text: str = page.evaluate(
-        """async kind => {
-            const [item] = await navigator.clipboard.read();
-            return (await item.getType(kind)).text();
-        }""",
-        kind,
-    )
-    return text
-
-
-def test_copied_table_is_for_spreadsheets_and_documents(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
-    page.get_by_label("Token labels").fill("<b> journey starts with one step")
-    menu = page.get_by_role("button", name="Save the weights")
-    menu.focus()
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("button", name="PNG picture for print")).to_be_focused()
-    page.keyboard.press("Escape")
-    expect(menu).to_be_focused()
-    page.keyboard.press("Enter")
-    page.get_by_role("button", name="Copy table").click()
-    expect(page.locator("#announcements")).to_have_text("Copied")
-    weights = list(read_weights(page).values())
-    cells = [line.split("\t") for line in clipboard(page, "text/plain").splitlines()]
-    assert cells[0] == ["query", "<b>", "journey", "starts", "with", "one", "step"]
-    copied = np.array([[float(cell) for cell in line[1:]] for line in cells[1:]])
-    np.testing.assert_allclose(copied, weights, rtol=0, atol=0.51e-4)
-    assert max(len(cell) for line in cells[1:] for cell in line[1:]) <= 9
-    html = clipboard(page, "text/html")
-    assert html.count("<tr>") == 7
-    assert "&lt;b&gt;" in html
-    paste(page, clipboard(page, "text/plain"))  # as from a spreadsheet
-    wait_until_drawn(opened)
-    expect(page.locator("#tensors .shape")).to_have_text("6 × 6")
-
-
-@pytest.mark.parametrize("width", [390, 1440])
-def test_menu_is_in_the_window(open_page: Open, server: Server, width: int) -> None:
-    page = wait_until_drawn(open_page(server.url, width=width))
-    unfold_sections(page)
-    for what in ("the weights", "the row", "the output"):
-        page.get_by_role("button", name=f"Save {what}").click()
-        menu = page.get_by_role("group", name=f"Save {what}")
-        expect(menu).to_be_in_viewport(ratio=1)
-        page.keyboard.press("Escape")
-        expect(menu).to_be_hidden()
+def test_menu_is_in_the_window(open_page: Open, server: Server) -> None:
+    page = wait_until_drawn(open_page(server.url, width=390, path="/#open=output"))
+    for width in (390, 1440):
+        page.set_viewport_size({"width": width, "height": 900})
+        for what in ("the weights", "the row", "the output"):
+            page.get_by_role("button", name=f"Save {what}").click()
+            menu = page.get_by_role("group", name=f"Save {what}")
+            expect(menu).to_be_in_viewport(ratio=1)
+            page.keyboard.press("Escape")
+            expect(menu).to_be_hidden()

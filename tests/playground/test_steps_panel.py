@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 
 from qkv import Client
 from support.accessibility import overflow, problems
-from support.browser import Open, choose_example, paste, typeset, wait_until_drawn
+from support.browser import Open, choose_example, paste, typeset, unfold_form, wait_until_drawn
 from support.service import Server
 
 WORDS: Final = np.array(
@@ -55,7 +55,7 @@ def shown_like(numbers: Any) -> list[list[str]]:
 
 @pytest.mark.representative
 def test_steps_have_the_numbers_of_the_client(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url, path=CAUSAL)
+    opened = open_page(server.url, width=390, path=CAUSAL)
     page = wait_until_drawn(opened)
     page.locator("#steps").scroll_into_view_if_needed()
     arguments: dict[str, Any] = dict.fromkeys(("query", "key", "value"), WORDS)
@@ -117,13 +117,13 @@ def test_formula_and_steps_point_to_each_other(open_page: Open, server: Server) 
     page.wait_for_url(re.compile("row=0"))
     page.go_back()  # to the row before, with the symbols of its formula
     expect(page.get_by_label("Followed row")).to_have_value("2")
-    expect(formula.get_by_role("button", name="step scaled")).to_be_visible()
+    formula.get_by_role("button", name="step scaled").wait_for()
 
 
 def test_layer_begins_with_x_and_the_head_is_that_of_the_map(
     open_page: Open, server: Server
 ) -> None:
-    opened = open_page(server.url, height=3000, path="/#example=layer&open=steps")
+    opened = open_page(server.url, width=390, height=3000, path="/#example=layer&open=steps")
     page = wait_until_drawn(opened)
     shown = read_steps(page)
     assert list(shown)[:4] == ["x", "query", "key", "value"]
@@ -142,8 +142,10 @@ def test_layer_begins_with_x_and_the_head_is_that_of_the_map(
 
 
 def test_steps_of_large_inputs_are_not_requested(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url, height=3000, path="/#example=local&open=steps")
+    path = "/#example=local&open=steps"
+    opened = open_page(server.url, width=390, height=3000, path=path)
     page = wait_until_drawn(opened)
+    unfold_form(page)
     status = page.locator("#steps [role=status]")
     expect(status).to_have_text(
         re.compile(r"Steps are shown for up to 262,144 numbers\. This run has [\d,]+\.")

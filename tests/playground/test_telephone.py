@@ -21,7 +21,7 @@ def heading(page: Page, name: str) -> Locator:
 
 
 def wait_for_link(page: Page, pattern: str) -> None:
-    expect(page).to_have_url(re.compile(pattern))
+    page.wait_for_url(re.compile(pattern))
 
 
 def test_sections_fold_and_open(open_page: Open, server: Server) -> None:
@@ -41,7 +41,7 @@ def test_sections_fold_and_open(open_page: Open, server: Server) -> None:
     page.get_by_role("link", name="Compare").click()
     expect(compare).to_have_attribute("aria-expanded", "true")
     expect(page.locator("#compare")).to_be_in_viewport()
-    expect(page.locator("#comparison tbody tr").first).to_be_visible()
+    page.locator("#comparison tbody tr").first.wait_for()
     assert len(opened.posted("/v1/compare")) == 1
     wait_for_link(page, "open=compare")
 
@@ -57,7 +57,7 @@ def test_sections_fold_and_open(open_page: Open, server: Server) -> None:
     expect(compare).to_have_attribute("aria-expanded", "true")
 
     page.set_viewport_size({"width": 1440, "height": 900})
-    expect(page.locator("#map")).to_be_visible()
+    page.locator("#map").wait_for()
     expect(page.locator("main .fold")).to_have_text(["Steps", "Gradients"])
 
 

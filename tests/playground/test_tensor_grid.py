@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from support.browser import Open, choose_example, paste, read_weights, wait_until_drawn
+from support.browser import (
+    Open,
+    choose_example,
+    open_narrow,
+    paste,
+    read_weights,
+    unfold_form,
+    wait_until_drawn,
+)
 from support.service import Server
 
 TWO: Final = [[1.0, 0.0], [0.0, 1.0]]
@@ -18,8 +26,8 @@ TWO: Final = [[1.0, 0.0], [0.0, 1.0]]
 
 @pytest.mark.representative
 def test_each_edit_is_drawn_and_can_be_undone(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     undo, words = page.get_by_role("button", name="Undo"), read_weights(page)
     page.get_by_role("button", name="Edit words").click()
     page.get_by_label("words, Your, 0").focus()
@@ -40,6 +48,7 @@ def test_each_edit_is_drawn_and_can_be_undone(open_page: Open, server: Server) -
     page.reload()  # the fragment holds the numbers
     wait_until_drawn(opened)
     assert read_weights(page) == after
+    unfold_form(page)
     page.get_by_role("button", name="Edit words").click()
     undo.click()
     expect(page.get_by_label("words, journey, 0")).to_have_value("0.55")
@@ -51,8 +60,11 @@ def test_each_edit_is_drawn_and_can_be_undone(open_page: Open, server: Server) -
     assert read_weights(page) == words
 
 
-def test_grid_is_used_by_keyboard_alone(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
+def test_grid_is_used_by_keyboard_alone_and_sends_no_wrong_number(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_page(server.url)
+    page = wait_until_drawn(opened)
     page.get_by_label("Role of words").focus()
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
@@ -69,11 +81,6 @@ def test_grid_is_used_by_keyboard_alone(open_page: Open, server: Server) -> None
     area = page.locator("#tensors .cells .scroll")  # three columns fit
     assert area.evaluate("element => element.scrollWidth <= element.clientWidth")
 
-
-def test_wrong_number_is_reported_and_not_sent(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
-    page.get_by_role("button", name="Edit words").click()
     cell = page.get_by_label("words, with, 2")
     before = len(opened.requests)
     cell.fill("two")
@@ -91,9 +98,21 @@ def test_wrong_number_is_reported_and_not_sent(open_page: Open, server: Server) 
     expect(cell).to_be_hidden()
 
 
-def test_mask_is_edited_by_check_boxes(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+def test_only_small_tensors_have_a_grid_and_a_mask_check_boxes(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_narrow(open_page, server.url)
+    page = choose_example(opened, "induction")
+    expect(page.get_by_role("button", name=re.compile("^Edit"))).to_have_count(0)
+    choose_example(opened, "linear-layer")
+    expect(page.get_by_role("button", name=re.compile("^Edit"))).to_have_count(2)
+    choose_example(opened, "words")
+    paste(page, json.dumps([TWO, TWO]))
+    wait_until_drawn(opened)
+    page.get_by_role("button", name="Edit tensor").click()
+    expect(page.get_by_label("tensor, 1, 0, 1")).to_have_value("0")  # item 1, position 0
+
+    choose_example(opened, "words")
     paste(page, json.dumps({"mask": np.tri(6, dtype=bool).tolist()}))
     expect(page.get_by_label("Role of mask")).to_have_value("mask")
     wait_until_drawn(opened)
@@ -106,9 +125,8 @@ def test_mask_is_edited_by_check_boxes(open_page: Open, server: Server) -> None:
     first = read_weights(page)["Your"]
     assert [weight > 0 for weight in first] == [True, False, False, False, False, True]
 
-
-def test_tensor_of_an_example_with_a_chosen_role_stays(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
+    # a tensor of an example with a chosen role stays
+    choose_example(opened, "words")
     page.get_by_label("Role of words").select_option("query")
     expect(page.get_by_label("Example")).to_have_value("")
     expect(page.locator("#example-about")).to_contain_text("from the example “Six words”")
@@ -116,16 +134,3 @@ def test_tensor_of_an_example_with_a_chosen_role_stays(open_page: Open, server: 
         paste(page, json.dumps({name: [[1, 0, 0], [0, 1, 0]]}))
     expect(page.locator("#tensors .name")).to_have_text(["words", "key", "value"])
     expect(page.locator("#status")).to_contain_text("6 queries, 2 keys")
-
-
-def test_only_small_tensors_have_a_grid(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = choose_example(opened, "induction")
-    expect(page.get_by_role("button", name=re.compile("^Edit"))).to_have_count(0)
-    choose_example(opened, "linear-layer")
-    expect(page.get_by_role("button", name=re.compile("^Edit"))).to_have_count(2)
-    choose_example(opened, "words")
-    paste(page, json.dumps([TWO, TWO]))
-    wait_until_drawn(opened)
-    page.get_by_role("button", name="Edit tensor").click()
-    expect(page.get_by_label("tensor, 1, 0, 1")).to_have_value("0")  # item 1, position 0

@@ -6,10 +6,16 @@ import json
 import re
 from typing import Final
 
-import pytest
 from playwright.sync_api import expect
 
-from support.browser import Open, choose_example, unfold_sections, wait_until_drawn
+from support.browser import (
+    Open,
+    choose_example,
+    expect_shown,
+    open_narrow,
+    unfold_sections,
+    wait_until_drawn,
+)
 from support.service import Server
 
 TERMS: Final = {
@@ -24,45 +30,37 @@ TERMS: Final = {
 }
 
 
-@pytest.mark.parametrize("width", [390, 1440])
-def test_term_has_a_tooltip_on_focus_and_on_hover(
-    open_page: Open, server: Server, width: int
-) -> None:
-    page = wait_until_drawn(open_page(server.url, width=width))
+def test_term_has_a_tooltip_on_focus_and_on_hover(open_page: Open, server: Server) -> None:
+    page = wait_until_drawn(open_page(server.url, width=390))
     unfold_sections(page)
     page.locator("#comparison table").wait_for()
     page.get_by_role("button", name="All columns").click()
     page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
     tooltip = page.get_by_role("tooltip")
-    for name, words in TERMS.items():
-        button = page.locator(f"button.term[data-term='{name}']").first
-        expect(button).to_have_accessible_description(re.compile(re.escape(words)))
-        expect(tooltip).to_be_hidden()
-        button.focus()
-        expect(tooltip).to_contain_text(words)
-        expect(tooltip).to_be_in_viewport(ratio=1)
-        page.keyboard.press("Escape")
-        expect(tooltip).to_be_hidden()
-        button.blur()
-        button.hover()
-        expect(tooltip).to_contain_text(words)
-        tooltip.hover()  # the pointer can move onto the tooltip
-        page.wait_for_timeout(300)
-        expect(tooltip).to_be_visible()
-        page.mouse.move(1, 1)
-        expect(tooltip).to_be_hidden()
+    for width in (390, 1440):
+        page.set_viewport_size({"width": width, "height": 900})
+        for name, words in TERMS.items():
+            button = page.locator(f"button.term[data-term='{name}']").first
+            expect(button).to_have_accessible_description(re.compile(re.escape(words)))
+            expect(tooltip).to_be_hidden()
+            button.focus()
+            expect_shown(tooltip, words)
+            expect(tooltip).to_be_in_viewport(ratio=1)
+            page.keyboard.press("Escape")
+            expect(tooltip).to_be_hidden()
+            button.blur()
+            button.hover()
+            expect_shown(tooltip, words)
+            tooltip.hover()  # the pointer can move onto the tooltip
+            page.wait_for_timeout(300)
+            tooltip.wait_for()
+            page.mouse.move(1, 1)
+            expect(tooltip).to_be_hidden()
 
 
-def test_each_column_of_the_metrics_has_a_tooltip(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    headers = page.locator("#comparison thead tr").last.locator("th").filter(has_not_text="Variant")
-    expect(headers).to_have_count(5)
-    page.get_by_role("button", name="All columns").click()
-    expect(headers).to_have_count(11)
-    expect(headers.locator("button.term")).to_have_count(11)
-
-
-def test_page_uses_plain_words(open_page: Open, server: Server) -> None:
+def test_page_uses_plain_words_and_each_column_of_the_metrics_has_a_tooltip(
+    open_page: Open, server: Server
+) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     page.locator("#comparison table").wait_for()
@@ -73,19 +71,26 @@ def test_page_uses_plain_words(open_page: Open, server: Server) -> None:
     placeholders = page.eval_on_selector_all("input", "all => all.map((one) => one.placeholder)")
     assert "default" in placeholders
     assert "as by default" not in placeholders
-    expect(page.get_by_label("Emphasise small weights")).to_be_visible()
+    page.get_by_label("Emphasise small weights").wait_for()
     expect(page.get_by_role("button", name="Unpin this row")).to_have_text("Unpin")
     expect(page.get_by_label("scale", exact=True)).to_have_accessible_description(
         re.compile(r"By default 1/sqrt\( ?D ?\)")
     )
     expect(page.locator("#parameter-window-about")).to_contain_text("Such as [4, 0].")
 
+    # each column of the metrics has a tooltip
+    headers = page.locator("#comparison thead tr").last.locator("th").filter(has_not_text="Variant")
+    expect(headers).to_have_count(5)
+    page.get_by_role("button", name="All columns").click()
+    expect(headers).to_have_count(11)
+    expect(headers.locator("button.term")).to_have_count(11)
+
 
 def test_top_left_causal_is_noted_if_queries_and_keys_differ_in_number(
     open_page: Open, server: Server
 ) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     note = page.locator("#causal-note")
     expect(note).to_be_hidden()  # 6 queries, 6 keys
     rows = [[1, 0], [0, 1], [1, 1]]
@@ -104,6 +109,6 @@ def test_top_left_causal_is_noted_if_queries_and_keys_differ_in_number(
     page.get_by_label("query_offset", exact=True).fill("end")
     expect(note).to_be_hidden()
     page.get_by_label("query_offset", exact=True).fill("")
-    expect(note).to_be_visible()
+    note.wait_for()
     choose_example(opened, "words")
     expect(note).to_be_hidden()

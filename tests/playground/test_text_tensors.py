@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playwright.sync_api import expect
 
-from support.browser import Open, answer, paste, read_weights, wait_until_drawn
+from support.browser import (
+    Open,
+    answer,
+    choose_example,
+    expect_shown,
+    open_narrow,
+    paste,
+    read_weights,
+    wait_until_drawn,
+)
 from support.examples import examples
 from support.javascript import Modules
 from support.service import Server
@@ -117,8 +126,10 @@ def payload(name: str, data: bytes) -> Any:
     return {"name": name, "mimeType": "application/octet-stream", "buffer": data}
 
 
-def test_archives_of_numpy_are_read(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
+def test_archives_of_numpy_are_read_and_files_of_torch_refused_with_a_command(
+    open_page: Open, server: Server
+) -> None:
+    page = open_narrow(open_page, server.url).page
     rows = np.random.default_rng(0).standard_normal((4, 3))
     for save in (np.savez, np.savez_compressed):
         page.get_by_label("Example").select_option("words")
@@ -127,34 +138,30 @@ def test_archives_of_numpy_are_read(open_page: Open, server: Server) -> None:
         page.get_by_label("Upload").set_input_files([payload("x.npz", file.getvalue())])
         expect(page.locator("#status")).to_have_text(re.compile("4 queries, 4 keys"))
         expect(page.locator("#tensors .name")).to_have_text(["query", "key", "value"])
-
-
-def test_files_of_torch_are_refused_with_a_command(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
     file = io.BytesIO()
     torch.save({"a": torch.ones(2)}, file)
     old = io.BytesIO()
     torch.save({"a": torch.ones(2)}, old, _use_new_zipfile_serialization=False)
     for data in (file.getvalue(), old.getvalue()):
         page.get_by_label("Upload").set_input_files([payload("x.pt", data)])
-        expect(page.locator("#inputs-error")).to_contain_text("torch.load('x.pt'")
+        expect_shown(page.locator("#inputs-error"), "torch.load('x.pt'")
 
 
 @pytest.mark.representative
 def test_pasted_cells_of_a_spreadsheet_bring_their_words(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     paste(page, "word\tx\ty\nred\t1,5\t0\ngreen\t0\t1,5\nblue\t1\t1\n")
     wait_until_drawn(opened)
     expect(page.get_by_label("Token labels")).to_have_value("red green blue")
     assert list(read_weights(page)) == ["red", "green", "blue"]
 
 
-def test_pasted_mask_is_added_to_an_example_and_can_be_undone(
+def test_pasted_mask_is_added_to_an_example_and_two_unnamed_tensors_replace_it(
     open_page: Open, server: Server
 ) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     words, undo = read_weights(page), page.get_by_role("button", name="Undo")
     expect(undo).to_be_disabled()
     paste(page, json.dumps({"mask": np.tri(6, dtype=bool).tolist()}))
@@ -169,10 +176,7 @@ def test_pasted_mask_is_added_to_an_example_and_can_be_undone(
     assert read_weights(page) == words
     expect(undo).to_be_disabled()
 
-
-def test_two_tensors_without_known_names_are_query_and_key(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+    # two tensors without known names are query and key
     paste(page, "A = [[1, 0], [0, 1]]\nB = [[1, 0], [0, 1], [1, 1]]")
     wait_until_drawn(opened)
     expect(page.locator("#status")).to_have_text(re.compile("2 queries, 3 keys"))
@@ -180,9 +184,11 @@ def test_two_tensors_without_known_names_are_query_and_key(open_page: Open, serv
     expect(page.get_by_label("Role of B")).to_have_value("key, value")
 
 
-def test_tensors_that_are_pasted_one_by_one_are_added(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+def test_tensors_that_are_pasted_one_by_one_are_added_or_replace_one_without_a_name(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     names, rows = page.locator("#tensors .name"), "[[1, 0], [0, 1]]"
     expected = [["query, key, value"], ["query", "key, value"], ["query", "key", "value"]]
     for name, roles in zip("ABC", expected, strict=True):
@@ -199,13 +205,7 @@ def test_tensors_that_are_pasted_one_by_one_are_added(open_page: Open, server: S
     expect(names).to_have_text(["A", "tensor"])
     expect(page.get_by_label("Role of A")).to_have_value("query, key, value")
 
-
-def test_second_table_without_a_name_replaces_the_first_or_is_added(
-    open_page: Open, server: Server
-) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
-    names = page.locator("#tensors .name")
+    choose_example(opened, "words")
     paste(page, "1\t0\n0\t1")
     paste(page, "1\t0\n0\t1\n1\t1")
     question = page.get_by_role("group", name=re.compile("you brought"))

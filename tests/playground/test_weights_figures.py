@@ -14,6 +14,7 @@ from support.browser import (
     Open,
     choose_example,
     match_groups,
+    open_narrow,
     paste,
     read_weights,
     unfold_sections,
@@ -38,12 +39,35 @@ def painted(canvas: Locator) -> int:
     return colours
 
 
+def count_drawings(page: Page) -> None:
+    """Counts the drawings of the map from now on."""
+    page.locator(f"{MAP} canvas").evaluate(
+        """canvas => {
+            const context = canvas.getContext("2d");
+            const { setTransform } = context; // called once for each drawing
+            window.drawings = 0;
+            context.setTransform = (...values) => {
+                window.drawings += 1;
+                setTransform.apply(context, values);
+            };
+        }"""
+    )
+
+
+DRAWINGS: Final = """async () => {
+    const frame = () => new Promise((resolve) => requestAnimationFrame(resolve));
+    for (let i = 0; i < 3; i += 1) await frame();
+    return window.drawings;
+}"""
+"""The number of drawings after three more frames."""
+
+
 def move_cursor(page: Page, row: int, col: int) -> None:
     """Moves the cursor of the map to a cell with the keyboard."""
     page.locator(MAP).focus()
     page.keyboard.press("Escape")
     page.keyboard.press("Home")
-    for _ in range(20):
+    for _ in WORDS:
         page.keyboard.press("ArrowUp")
     for key, times in (("ArrowDown", row), ("ArrowRight", col)):
         for _ in range(times):
@@ -51,7 +75,7 @@ def move_cursor(page: Page, row: int, col: int) -> None:
 
 
 def test_each_example_is_drawn(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
+    opened = open_page(server.url, width=390, path="/#open=output")
     opened.expected.append("willReadFrequently")  # `painted` reads a canvas for each example
     listed = wait_until_drawn(opened).locator("#example option[value]:not([value=''])")
     values = listed.evaluate_all("options => options.map((option) => option.value)")
@@ -65,12 +89,14 @@ def test_each_example_is_drawn(open_page: Open, server: Server) -> None:
                 "aria-label", re.compile(r"\d+ .* by \d+")
             )
             assert painted(page.locator(f"{canvas} canvas").first) > 10, example
-        expect(page.locator("#row tbody tr").first).to_be_visible()
+        page.locator("#row tbody tr").first.wait_for()
 
 
-def test_pointer_shows_a_row_and_a_click_pins_it(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = wait_until_drawn(opened)
+def test_pointer_and_keyboard_show_and_pin_a_row_and_the_keyboard_is_announced(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     weights = read_weights(page)
     surface = page.locator(MAP)
     surface.focus()
@@ -79,8 +105,8 @@ def test_pointer_shows_a_row_and_a_click_pins_it(open_page: Open, server: Server
     assert box is not None
     heading = page.locator("#row").get_by_role("heading")
     seen = set()
-    for step in range(4, 60):  # down the map, over every row
-        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * step / 60)
+    for step in range(2, 24):  # down the map, over every row
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * step / 24)
         seen.add(heading.inner_text())
     assert seen == set(WORDS)
     readout = page.locator("#map .readout")
@@ -89,18 +115,13 @@ def test_pointer_shows_a_row_and_a_click_pins_it(open_page: Open, server: Server
     assert float(number) == pytest.approx(weights[row][WORDS.index(col)], abs=1e-4)
     page.mouse.down()
     page.mouse.up()
-    expect(page.get_by_role("button", name="Unpin this row")).to_be_visible()
+    page.get_by_role("button", name="Unpin this row").wait_for()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * 0.9)
     expect(heading).to_have_text(row)
     page.get_by_role("button", name="Unpin this row").click()
-    expect(page.get_by_role("button", name="Pin this row")).to_be_visible()
+    page.get_by_role("button", name="Pin this row").wait_for()
 
-
-def test_keyboard_does_all_that_the_pointer_does_and_is_announced(
-    open_page: Open, server: Server
-) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    weights = read_weights(page)
+    # the keyboard does all that the pointer does, and is announced
     move_cursor(page, 4, 1)
     spoken = page.locator("#announcements")
     expect(spoken).to_have_attribute("aria-live", "polite")
@@ -125,8 +146,8 @@ def test_keyboard_does_all_that_the_pointer_does_and_is_announced(
 def test_row_lists_keys_by_weight_with_cumulative_share_and_entropy(
     open_page: Open, server: Server
 ) -> None:
-    opened = open_page(server.url)
-    page = choose_example(opened, "local")
+    opened = open_page(server.url, width=390, path="/#example=local")
+    page = wait_until_drawn(opened)
     page.get_by_label("Query", exact=True).fill("9")
     page.keyboard.press("Enter")
     expect(page.locator("#row").get_by_role("heading")).to_have_text("query 9")
@@ -174,8 +195,11 @@ def test_row_with_nan_says_so_instead_of_seeing_no_key(open_page: Open, server: 
     expect(row.locator(".facts dd").first).to_contain_text("nats")
 
 
-def test_head_thumbnails_select_the_head_of_the_map(open_page: Open, server: Server) -> None:
-    page = choose_example(open_page(server.url), "induction")
+def test_head_thumbnails_select_the_head_and_a_row_beyond_the_next_input_is_unpinned(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_narrow(open_page, server.url, path="/#example=induction")
+    page = opened.page
     grid = page.get_by_role("group", name="Heads")
     heads = grid.get_by_role("button")
     expect(heads).to_have_count(4)
@@ -188,13 +212,29 @@ def test_head_thumbnails_select_the_head_of_the_map(open_page: Open, server: Ser
     for index in range(4):
         assert painted(heads.nth(index).locator("canvas")) > 2
 
+    # a pinned row beyond the next input is unpinned
+    page.get_by_label("Example").select_option("local")
+    heading = page.locator("#row").get_by_role("heading")
+    expect(heading).to_have_text("query 32")
+    count_drawings(wait_until_drawn(opened))
+    page.get_by_label("Example").select_option("linear-layer")
+    expect(heading).to_have_text("journey")
+    # another height of the map is no reason to draw it again
+    assert page.evaluate(DRAWINGS) == 1
+    page.get_by_label("Query", exact=True).fill("5")
+    page.keyboard.press("Enter")
+    expect(heading).to_have_text("step")
+    page.get_by_role("button", name="Paste").click()
+    two = [[1, 0], [0, 1]]
+    page.get_by_label("Tensors or request").fill(json.dumps({"x": two, "weight": two}))
+    page.get_by_role("button", name="Use these").click()
+    expect(page.locator("#status")).to_have_text(re.compile("2 queries, 2 keys"))
+    expect(heading).to_have_text("query 1")
+
 
 def test_page_never_requests_the_full_map_of_4096_tokens(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
+    opened = open_page(server.url, path="/#example=document")
     page = wait_until_drawn(opened)
-    opened.bodies.clear()
-    opened.finished.clear()
-    choose_example(opened, "document")
     expect(page.locator("#status")).to_have_text(re.compile("4096 queries, 4096 keys"))
     page.get_by_label("Query", exact=True).fill("2000")
     page.keyboard.press("Enter")
@@ -225,36 +265,10 @@ def test_page_never_requests_the_full_map_of_4096_tokens(open_page: Open, server
     assert opened.received_bytes < 4e6
 
 
-def test_pinned_row_beyond_the_next_input_is_unpinned(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    page.get_by_label("Example").select_option("local")
-    heading = page.locator("#row").get_by_role("heading")
-    expect(heading).to_have_text("query 32")
-    page.get_by_label("Example").select_option("linear-layer")
-    expect(heading).to_have_text("journey")
-    page.get_by_label("Query", exact=True).fill("5")
-    page.keyboard.press("Enter")
-    expect(heading).to_have_text("step")
-    page.get_by_role("button", name="Paste").click()
-    two = [[1, 0], [0, 1]]
-    page.get_by_label("Tensors or request").fill(json.dumps({"x": two, "weight": two}))
-    page.get_by_role("button", name="Use these").click()
-    expect(page.locator("#status")).to_have_text(re.compile("2 queries, 2 keys"))
-    expect(heading).to_have_text("query 1")
-
-
-def test_main_controls_are_visible_in_wide_and_narrow_windows(
-    open_page: Open, server: Server
-) -> None:
-    page = wait_until_drawn(open_page(server.url, width=1440, height=900))
-    upload = page.locator("label[for=upload]").bounding_box()
-    go = page.locator(".go").bounding_box()
-    assert upload is not None
-    assert go is not None
-    assert upload["y"] + upload["height"] < go["y"]  # without scrolling
+def test_main_controls_are_visible_in_a_narrow_window(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url, width=390, height=844))
     for name in ("Weights", "Compare", "Length"):
-        expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
+        page.get_by_role("link", name=name, exact=True).wait_for()
     unfold_sections(page)
     page.locator("#comparison table").wait_for()
     area = page.locator("#comparison .scroll")
@@ -278,8 +292,8 @@ def test_table_names_the_largest_weight_of_the_keys_that_a_row_sees(
     inputs["query"][0] = [0.0, -1.0]
     inputs["query"][1] = [3.0, 1.0]
     inputs["query"][5] = [0.0, 0.0]
-    opened = open_page(server.url, path="/#variant=gated")
-    page = wait_until_drawn(opened)
+    opened = open_narrow(open_page, server.url, path="/#variant=gated")
+    page = opened.page
     paste(page, json.dumps({"inputs": inputs}))
     wait_until_drawn(opened)
     page.get_by_text("Weights as a table").click()

@@ -83,7 +83,8 @@ export class Heatmap {
       },
       onSelect,
     });
-    new ResizeObserver(() => this.draw()).observe(figure);
+    // the map itself changes the height of the figure, which is no reason to draw it again
+    new ResizeObserver(() => this.measureRoom().key !== this.roomKey && this.draw()).observe(figure);
   }
 
   /**
@@ -158,13 +159,20 @@ export class Heatmap {
     });
   }
 
-  render() {
-    const { canvas, context, matrix, surface } = this;
-    const width = surface.clientWidth;
-    if (!width) return;
-    const unit = readUnit();
+  /** Measures what the drawing depends on: the width, a height that CSS limits, and the unit. */
+  measureRoom() {
+    const { surface } = this;
+    const [width, unit] = [surface.clientWidth, readUnit()];
     const isBounded = getComputedStyle(surface).getPropertyValue("--is-bounded");
     const height = isBounded ? surface.clientHeight : null;
+    return { width, height, unit, key: [width, height, unit].join() };
+  }
+
+  render() {
+    const { canvas, context } = this;
+    const { width, height, unit, key } = this.measureRoom();
+    this.roomKey = width ? key : null; // in a folded section: drawn when it is unfolded
+    if (!width) return;
     const layout = this.layOut(width / unit, height && height / unit);
     this.unit = unit;
     const scale = devicePixelRatio || 1;
