@@ -180,7 +180,7 @@ function parseTensorList(text, variants) {
     name,
     role: roles.includes(role) ? role : UNUSED,
     tensor: fromWire(tensor),
-    isUploaded: true,
+    isUploaded: isRandom !== true, // what the page drew is not the user's
     isChosen: isChosen === true,
     isRandom: isRandom === true,
   }));
