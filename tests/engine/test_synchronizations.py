@@ -105,9 +105,17 @@ def test_forward_waits_once(variant: Variant, form: Any) -> None:
     assert [o.times.stacked_count for o in outputs] == [3, 3, 3]
 
 
+each_optional = pytest.mark.parametrize(
+    "optional", [("alibi_slopes",), ("sinks",), ("alibi_slopes", "sinks")]
+)
+each_visibility = pytest.mark.parametrize(
+    "parameters", [{}, ENDS, {"dropout": 0.5}], ids=["all", "ends", "drops"]
+)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("optional", [("alibi_slopes",), ("sinks",), ("alibi_slopes", "sinks")])
-@pytest.mark.parametrize("parameters", [{}, ENDS, {"dropout": 0.5}], ids=["all", "ends", "drops"])
+@each_optional
+@each_visibility
 def test_slopes_and_sinks_wait_no_longer(
     form: Any, optional: Collection[str], parameters: dict[str, Any]
 ) -> None:
@@ -115,6 +123,13 @@ def test_slopes_and_sinks_wait_no_longer(
     outputs, waits = run_batch(variants()["softmax"], Plan, optional, **fields)
     assert waits == 1, log
     assert [o.times.stacked_count for o in outputs] == [3, 3, 3]
+
+
+@each_optional
+@each_visibility
+def test_gradients_with_slopes_and_sinks_wait_no_longer(
+    optional: Collection[str], parameters: dict[str, Any]
+) -> None:
     _, waits = run_batch(variants()["softmax"], GradientPlan, optional, parameters=parameters)
     assert waits <= 2, log
 

@@ -30,7 +30,7 @@ def test_idle_threads_do_not_change_bits() -> None:
     ]):  # fmt: skip
         random = np.random.default_rng(seed)
         arrays = {
-            n: random.normal(size=(1, H, size, D)).astype(np.float32)
+            n: random.standard_normal((1, H, size, D), dtype=np.float32)
             for n, size in zip(NAMES, (L, S, S), strict=True)
         }
         for fields in ({}, {"parameters": {"causal": True}}, {"outputs": ["output", "scores"]}):

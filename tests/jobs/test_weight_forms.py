@@ -343,7 +343,7 @@ for name, N, H, forms in CASES:
 
 @pytest.fixture(scope="module")
 def measured() -> dict[tuple[str, int], int]:
-    """Returns the peaks by variant and tokens, of one process: to start one takes two seconds."""
+    """Returns the peaks by variant and tokens, of one process."""
     # `top_k` reads the blocks of a variant as `stats` does, and keeps as much for each variant;
     # so does the map of a variant that computes all scores
     every = ("rows", "pool-200", "stats")

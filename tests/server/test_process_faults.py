@@ -201,12 +201,13 @@ def timers(port: int, client_port: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/net/tcp")
-def test_idle_connections_have_keepalive_probes(process: Process) -> None:
+def test_idle_connections_have_keepalive_probes(shared_process: Command) -> None:
     """A vanished client sends no FIN: only keep-alive probes detect it. Without them its connection
     and the received part of its body would stay for ever."""
-    with socket.create_connection(address(process)) as idle:
+    where = address(shared_process("--workers", "1"))
+    with socket.create_connection(where) as idle:
         idle.sendall(b"POST ")
-        ports = address(process)[1], idle.getsockname()[1]
+        ports = where[1], idle.getsockname()[1]
         wait_until(lambda: timers(*ports) == [2])  # 2: keep-alive; 0 without probes
 
 

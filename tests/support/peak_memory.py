@@ -1,4 +1,4 @@
-"""Peak memory of a script in a separate process.
+"""Peak memory of a script in a separate process, a fork that need not import torch.
 
 glibc keeps freed large blocks, in amounts that vary between runs by more than the measured memory:
 181 to 300 MiB instead of 88. The processes here return such blocks to the system.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from typing import Final, NamedTuple
 
 import pytest
+
+from support.processes import Process, killed_at_the_end
 
 needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -36,6 +39,7 @@ torch.set_num_threads(2)
 start()
 """
 _LARGE: Final = 1 << 20  # bytes; mallopt(3), M_MMAP_THRESHOLD
+_RETURN: Final = f"import ctypes; assert ctypes.CDLL(None).mallopt(-3, {_LARGE})"  # that threshold
 
 
 class Peak(NamedTuple):
@@ -58,6 +62,18 @@ def peaks(script: str, *arguments: object) -> list[Peak]:
             Another `start()` begins another peak.
         arguments: `sys.argv[1:]` of the script.
     """
+    words = (f"{_RETURN}\n{_STATUS}{script}", *map(str, arguments))
+    with tempfile.TemporaryFile("w+") as output:
+        process = Process(words, {}, stdout=output, module="support.forked_program")
+        with killed_at_the_end(process):
+            status = process.popen.wait()
+            process.wait()
+        output.seek(0)
+        return _read(status, output.read(), "\n".join(process.lines))
+
+
+def peaks_of_a_new_process(script: str, *arguments: object) -> list[Peak]:
+    """Does the same in a process that has imported nothing."""
     done = subprocess.run(
         [sys.executable, "-c", _STATUS + script, *map(str, arguments)],
         capture_output=True,
@@ -65,7 +81,11 @@ def peaks(script: str, *arguments: object) -> list[Peak]:
         check=False,
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(_LARGE)},
     )
-    assert done.returncode == 0, done.stderr
-    found = [Peak(*map(int, line.split())) for line in done.stdout.splitlines()]
+    return _read(done.returncode, done.stdout, done.stderr)
+
+
+def _read(status: int, stdout: str, stderr: str) -> list[Peak]:
+    assert status == 0, stderr
+    found = [Peak(*map(int, line.split())) for line in stdout.splitlines()]
     assert found, "the script printed no peak"
     return found

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +34,7 @@ from qkv.telemetry.worker_state import SharedState, WorkerState
 from support.paths import ROOT
 from support.processes import Process, running_command, wait_until
 from support.raw_connection import encode_body, encode_request, random_inputs, raw_client
-from support.service import Server
+from support.service import Server, running_server
 from support.service_processes import JSON, PATH, TINY_BODY, child_pids, stopped
 
 INFER: Final = "/v2/models/softmax/infer"
@@ -78,6 +78,13 @@ def rise(before: Page, after: Page) -> dict[str, float]:
         if now != was
         and not re.search(r"seconds|other|response|connections|in_progress|process_", name)
     }
+
+
+@pytest.fixture(scope="module")
+def counted(_clean_environment: None) -> Iterator[Server]:
+    """Returns a service of this file, so that nothing else changes its counters meanwhile."""
+    with running_server() as server:
+        yield server
 
 
 def test_format_and_names_follow_prometheus(url: str) -> None:
@@ -141,28 +148,27 @@ def test_bucket_includes_its_upper_bound() -> None:
     assert (total("request_body_bytes"), total("response_body_bytes")) == (5, 11)
 
 
-def test_requests_on_every_path_count_once(serve: Callable[..., Server]) -> None:
-    server = serve()
-    before = page(server.url)
+def test_requests_on_every_path_count_once(counted: Server) -> None:
+    before = page(counted.url)
     body, length = encode_body(random_inputs(0))
     sent = 0
-    with raw_client(server) as client:
+    with raw_client(counted) as client:
         for _ in range(7):
             client.send(encode_request(body, length))
             client.read_response()
             sent += len(body)
     headers = {"Inference-Header-Content-Length": str(length)}
     for path in (PATH, f"{PATH}?x=1", "/v1/attention/%73oftmax"):
-        assert server.http.post(path, content=TINY_BODY, headers=JSON).status_code == 200
+        assert counted.http.post(path, content=TINY_BODY, headers=JSON).status_code == 200
         sent += len(TINY_BODY)
     versioned = "/v2/models/softmax/versions/1/infer"
-    assert server.http.post(versioned, content=body, headers=headers).status_code == 200
+    assert counted.http.post(versioned, content=body, headers=headers).status_code == 200
     sent += len(body)
     gradients = b'{"inputs": {"value": [[1, 2]], "grad_output": [[1, 0]]}}'
-    response = server.http.post("/v1/gradients/mean", content=gradients, headers=JSON)
+    response = counted.http.post("/v1/gradients/mean", content=gradients, headers=JSON)
     assert response.status_code == 200
     sent += len(gradients)
-    after = page(server.url)
+    after = page(counted.url)
     changed = rise(before, after)
     batches = {k: v for k, v in changed.items() if k.startswith("batch_size")}
     assert batches["batch_size_count softmax"] == batches["batch_size_sum softmax"] == 11
@@ -224,26 +230,25 @@ def test_warm_up_jobs_do_not_count_as_queued(
         assert now[f"qkv_{name}", frozenset()] == 0
 
 
-def test_response_bytes_are_counted_on_every_path(serve: Callable[..., Server]) -> None:
-    server = serve()
+def test_response_bytes_are_counted_on_every_path(counted: Server) -> None:
     body, length = encode_body(random_inputs(0))
 
     def counter_and_page_size() -> tuple[int, int]:
         """Returns the counter, and the size of the page itself, which is counted afterwards."""
-        text = httpx.get(f"{server.url}/metrics").text
+        text = httpx.get(f"{counted.url}/metrics").text
         (found,) = re.findall(r"^qkv_response_body_bytes_total (\S+)$", text, re.MULTILINE)
         return int(float(found)), len(text)
 
     before, itself = counter_and_page_size()
     response_bytes = 0
-    with raw_client(server) as client:
+    with raw_client(counted) as client:
         for _ in range(5):
             client.send(encode_request(body, length))
             headers, *_ = client.read_response()
             response_bytes += int(headers["content-length"])
     for response in (
-        server.http.post(PATH, content=TINY_BODY, headers=JSON),
-        server.http.get("/no"),
+        counted.http.post(PATH, content=TINY_BODY, headers=JSON),
+        counted.http.get("/no"),
     ):
         response_bytes += len(response.content)
     assert counter_and_page_size()[0] == before + itself + response_bytes
@@ -308,31 +313,30 @@ def test_expired_and_cancelled_requests_are_counted_separately(
     assert value(server.url, "compute_seconds_count", variant="softmax") == 0
 
 
-def test_queue_metrics_show_queued_requests(serve: Callable[..., Server]) -> None:
-    server = serve()
-    wait_until(lambda: value(server.url, "queue_depth") == value(server.url, "queue_bytes") == 0)
+def test_queue_metrics_show_queued_requests(counted: Server) -> None:
+    wait_until(lambda: value(counted.url, "queue_depth") == value(counted.url, "queue_bytes") == 0)
     with ThreadPoolExecutor(3) as pool:
-        with server.hold():
+        with counted.hold():
             futures = [
                 pool.submit(
-                    httpx.post, server.url + PATH, content=TINY_BODY, headers=JSON, timeout=60
+                    httpx.post, counted.url + PATH, content=TINY_BODY, headers=JSON, timeout=60
                 )
                 for _ in range(3)
             ]
-            server.wait_until_queued(3)
-            wait_until(lambda: value(server.url, "queue_depth") == 3)
-            assert value(server.url, "requests_in_progress") == 3
-            assert value(server.url, "queue_bytes") == 3 * 4 * (3 * 4 + 2 * 4)
-            assert value(server.url, "connections") == 0  # a server without an acceptor counts none
+            counted.wait_until_queued(3)
+            wait_until(lambda: value(counted.url, "queue_depth") == 3)
+            assert value(counted.url, "requests_in_progress") == 3
+            assert value(counted.url, "queue_bytes") == 3 * 4 * (3 * 4 + 2 * 4)
+            # a server without an acceptor counts none
+            assert value(counted.url, "connections") == 0
         assert [a.result().status_code for a in futures] == [200] * 3
-    wait_until(lambda: value(server.url, "queue_depth") == 0)
-    assert value(server.url, "requests_in_progress") == 0
-    assert value(server.url, "queue_wait_seconds_sum", variant="softmax") > 0
+    wait_until(lambda: value(counted.url, "queue_depth") == 0)
+    assert value(counted.url, "requests_in_progress") == 0
+    assert value(counted.url, "queue_wait_seconds_sum", variant="softmax") > 0
 
 
-def test_client_text_creates_no_series(serve: Callable[..., Server]) -> None:
-    server = serve()
-    before = page(server.url)
+def test_client_text_creates_no_series(counted: Server) -> None:
+    before = page(counted.url)
     for i in range(20):
         for path in (
             f"/v1/attention/none{i}", f"/v1/gradients/x{i}", f"/v2/models/m{i}/infer", f"/p{i}",
@@ -340,9 +344,9 @@ def test_client_text_creates_no_series(serve: Callable[..., Server]) -> None:
             f"/v1/attention/softmax{i}/", "/v1/attention/unknown", "/v1/attention/other",
         ):  # fmt: skip
             headers = {"X-Request-ID": f"id-{i}", "User-Agent": f"agent {i}"}
-            assert server.http.post(path, content=TINY_BODY, headers=headers).status_code >= 400
-            server.http.request(f"METHOD{i}", path)
-    after = page(server.url)
+            assert counted.http.post(path, content=TINY_BODY, headers=headers).status_code >= 400
+            counted.http.request(f"METHOD{i}", path)
+    after = page(counted.url)
     assert after.keys() == before.keys()
     unknown = sum(n for k, n in rise(before, after).items() if k.endswith(" unknown"))
     assert unknown == 20 * 6
@@ -435,7 +439,6 @@ def queries() -> list[str]:
     return panels + [v["query"] for v in DASHBOARD["templating"]["list"]]
 
 
-@functools.cache
 def text_with_device_processes() -> str:
     """Returns the page of a service with every metric that there can be on a CPU."""
     names = tuple(variants())
@@ -444,16 +447,22 @@ def text_with_device_processes() -> str:
     return generate_latest(ServiceCollector(state, "cpu")).decode()
 
 
-@pytest.mark.parametrize("query", queries())
-def test_dashboard_queries_name_existing_metrics_and_labels(query: str) -> None:
-    """Every name in a query is a metric of /metrics, and every label one of that metric."""
-    text = text_with_device_processes()
+@functools.cache
+def known_labels() -> dict[str, set[str]]:
+    """Returns the labels of each metric."""
     labels: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(text_with_device_processes()):
         if not family.samples:  # such as device memory on a CPU
             labels[family.name] = set()
         for sample in family.samples:
             labels.setdefault(sample.name, set()).update(sample.labels)
+    return labels
+
+
+@pytest.mark.parametrize("query", queries())
+def test_dashboard_queries_name_existing_metrics_and_labels(query: str) -> None:
+    """Every name in a query is a metric of /metrics, and every label one of that metric."""
+    labels = known_labels()
     if listed := re.fullmatch(r"label_values\((\w+), (\w+)\)", query):
         assert listed[2] in labels[listed[1]]
         return

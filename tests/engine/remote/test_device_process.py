@@ -64,16 +64,17 @@ def outputs(response: httpx.Response) -> Any:
 @pytest.mark.representative
 @pytest.mark.parametrize("variant", list(variants().values()), ids=lambda v: v.name)
 def test_responses_equal_those_without_a_device_process(
-    process: Process, variant: Variant, shared: Process
+    shared_process: Start, variant: Variant, shared: Process
 ) -> None:
     """Compares the examples of every variant, with layers and gradients."""
+    without = shared_process("--workers", "1")
     for kind, verb in (("attention", "attend"), ("gradients", "gradients")):
         if kind == "gradients" and variant.backward is None:
             continue
         for request in EXAMPLES[f"{verb}_{variant.name}"]["request"].values():
             there, here = (
                 httpx.post(f"{p.url}/v1/{kind}/{variant.name}", json=request["value"])
-                for p in (shared, process)
+                for p in (shared, without)
             )
             assert outputs(there) == outputs(here)
             assert list(there.json()["timing"]) == list(here.json()["timing"])

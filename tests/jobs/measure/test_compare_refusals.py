@@ -52,7 +52,7 @@ ANYTHING: Final = strategies.recursive(
 
 
 @pytest.mark.slow
-@examples(300)
+@examples(150)
 @hypothesis.given(
     strategies.dictionaries(
         strategies.sampled_from(
