@@ -35,7 +35,7 @@ from support.processes import TIMEOUT_S
 from support.raw_connection import random_inputs
 
 SEEDS: Final = range(8, 18)
-FEW: Final = SEEDS[:2]
+FEW: Final = SEEDS[:3]
 """For the pretended device, on which each operation takes longer."""
 
 

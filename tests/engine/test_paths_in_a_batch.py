@@ -27,7 +27,7 @@ SIZES: Final = {
     "B": 2, "H": 2, "G": 1, "J": 2, "V": 1, "L": 7, "S": 9, "D": 8, "E": 8, "I": 6, "O": 5
 }  # fmt: skip
 ALL_TINY: Final = 1e-31  # of all numbers; other scales are those of every third number
-SCALES: Final = (1.0, ALL_TINY, 30.0, 300.0, 2e9, 1e30, 0.0, float("nan"), float("inf"), 1e-30)
+SCALES: Final = (1.0, ALL_TINY, 30.0, 300.0, 2e9, 1e30, 0.0, float("nan"), float("inf"), 1e-30, 1.0)
 OF_FLOAT16: Final = tuple(s for s in SCALES if s not in (2e9, 1e30, 1e-30))  # infinity, and 0
 FEW_SCALES: Final = (1.0, 300.0, 1e30, float("nan"), 1.0)  # beside numbers that all jobs share
 KINDS: Final = [

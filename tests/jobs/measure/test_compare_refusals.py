@@ -52,7 +52,7 @@ ANYTHING: Final = strategies.recursive(
 
 
 @pytest.mark.slow
-@examples(150)
+@examples(300)
 @hypothesis.given(
     strategies.dictionaries(
         strategies.sampled_from(

@@ -268,7 +268,7 @@ def test_deadline_applies_to_each_run(server: Server) -> None:
     assert_problem(server.http.post(SWEEP, json=body, headers={"X-Request-Timeout": "soon"}), 400)
 
 
-@examples(150)
+@examples(300)
 @hypothesis.given(
     strategies.dictionaries(
         strategies.sampled_from([*SweepFields.model_fields, "no"]),
