@@ -120,8 +120,8 @@ def test_simultaneous_connections_are_balanced(service_process: Process) -> None
     assert any(f"{WORKERS} workers" in line for line in service_process.lines)
     workers = child_pids(service_process.popen.pid)
     assert len(workers) == WORKERS
+    before = {pid: len(sockets_of(pid)) for pid in workers}  # before any connection
     assert [status_of(service_process.url, p) for p in ("/readyz", "/livez")] == [200, 200]
-    before = {pid: len(sockets_of(pid)) for pid in workers}
 
     def shares() -> list[int]:
         return [len(sockets_of(pid)) - before[pid] for pid in workers]
