@@ -176,7 +176,8 @@ def test_connection_with_unread_small_responses_is_closed(
 
         def is_cut_off() -> bool:
             with contextlib.suppress(TimeoutError, ConnectionError):
-                connection.send(request)
+                for _ in range(16):
+                    connection.send(request)
             return not has(server_with_write_timeout, connection)
 
         wait_until(lambda: has(server_with_write_timeout, connection))
