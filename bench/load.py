@@ -159,13 +159,14 @@ def load(
 
 def _take_process() -> subprocess.Popen[bytes]:
     """Returns a client process that waits, or a new one."""
-    try:
-        return _waiting.pop()
-    except IndexError:
-        # Not as __main__, because it pickles classes of this module.
-        command = [sys.executable, "-c", "import load; load.main()"]
-        here, pipe = Path(__file__).parent, subprocess.PIPE
-        return subprocess.Popen(command, cwd=here, stdin=pipe, stdout=pipe)
+    while _waiting:
+        process = _waiting.pop()
+        if process.poll() is None:
+            return process
+    # Not as __main__, because it pickles classes of this module.
+    command = [sys.executable, "-c", "import load; load.main()"]
+    here, pipe = Path(__file__).parent, subprocess.PIPE
+    return subprocess.Popen(command, cwd=here, stdin=pipe, stdout=pipe)
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -196,7 +196,7 @@ def test_sighup_reads_the_file_again(command: Callable[..., Process], tmp_path: 
     served = command("serve", "--port", "0", "--workers", "2", QKV_API_KEYS_FILE=str(path))
 
     def status(key: str) -> int:
-        return status_of(served.url, "/v1/variants", bearer(key))
+        return status_of(served.url, "/v1/variants", bearer(key), TIMEOUT_S)
 
     def all_give(key: str, expected: int) -> bool:
         return all(status(key) == expected for _ in range(8))  # each on a new connection

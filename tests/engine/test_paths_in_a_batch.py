@@ -93,11 +93,8 @@ def assert_as_alone(jobs: Sequence[Job], together: Sequence[Result], device: Dev
 def test_job_takes_the_path_that_it_takes_alone(
     variant: Variant, kind: type[Plan], device: Device, dtype: str
 ) -> None:
-    """Also if it runs again, in float64 or alone.
-
-    The dtype moves the bounds of a path for all keys alike: float32 shows the causal ones too.
-    """
-    has_causal = "causal" in variant.parameters.model_fields and dtype == "float32"
+    """Also if it runs again, in float64 or alone."""
+    has_causal = "causal" in variant.parameters.model_fields
     for parameters in ({}, {"causal": True}) if has_causal else ({},):
         scales = OF_FLOAT16 if dtype == "float16" else SCALES
         jobs = jobs_of(variant, kind, dtype, parameters, scales)
@@ -108,7 +105,7 @@ def test_job_takes_the_path_that_it_takes_alone(
 SUMMARIES: Final[tuple[Any, ...]] = ("stats", {"rows": [3, 0]}, {"top_k": 2}, {"pool": 3})
 LAYERS: Final = ("sigmoid", "efficient", "taylor", "linformer", "gated", "softmax", "linear")
 """The last two have each summary of the weights, of blocks of scores and without scores: the path
-of a projection doesn't depend on it."""
+of a projection does not depend on the form."""
 
 
 @pytest.mark.parametrize(

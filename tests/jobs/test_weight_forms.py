@@ -312,13 +312,13 @@ LONG: Final = (
 """Variants and forms that are measured at 32,768 tokens of 2 heads, with a matrix of 8 GiB."""
 
 _MEASURE: Final = """
-torch.set_num_threads(1)  # each thread has a block of its own
 from qkv.attention import catalogue
 from qkv.engine import weight_blocks
 from qkv.jobs.weight_forms import WeightForm
-for name, N, H, forms in CASES:
+for name, N, H, D, threads, forms in CASES:
+    torch.set_num_threads(threads)  # each thread has a block of its own
     variant = catalogue.find(name)
-    sizes = dict(B=1, H=H, G=H, L=N, S=N, D=16, E=16, R=256)
+    sizes = dict(B=1, H=H, G=H, L=N, S=N, D=D, E=D, R=256)
     tensors = {
         i.argument: torch.randn([sizes[x] for x in i.letters])
         for i in variant.inputs.values() if not i.is_optional
@@ -344,14 +344,14 @@ for name, N, H, forms in CASES:
 @pytest.fixture(scope="module")
 def measured() -> dict[tuple[str, int], int]:
     """Returns the peaks by variant and tokens, of one process."""
-    # `top_k` reads the blocks of a variant as `stats` does, and keeps as much for each variant;
-    # so does the map of a variant that computes all scores
+    # `top_k` reads the blocks of a variant as `stats` does, and keeps as much for each variant; the
+    # pooled map of sigmoid reads them as that of softmax does
     every = ("rows", "pool-200", "stats")
     forms_of: dict[str, tuple[str, ...]] = dict.fromkeys(WHOLE, every)
     forms_of |= {"softmax": (*every, "top_k"), "sigmoid": ("rows", "stats")}
-    cases: list[tuple[str, int, int, tuple[str, ...]]] = [
-        *((name, 5120, 1, forms) for name, forms in forms_of.items()),
-        *((name, 32768, 2, forms) for name, forms in LONG),
+    cases: list[tuple[str, int, int, int, int, tuple[str, ...]]] = [
+        *((name, 5120, 1, 16, 1, forms) for name, forms in forms_of.items()),
+        *((name, 32768, 2, 64, 2, forms) for name, forms in LONG),
     ]
     found = peaks(f"CASES = {cases!r}{_MEASURE}")
     return {(name, N): peak.above for (name, N, *_), peak in zip(cases, found, strict=True)}

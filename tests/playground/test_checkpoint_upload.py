@@ -112,15 +112,14 @@ def test_config_can_be_chosen_later_the_page_is_busy_at_once_and_a_checkpoint_cl
     wait_until_drawn(opened)
 
     # an example or the button closes the checkpoint
-    for close in (
-        lambda: page.get_by_label("Example").select_option("layer"),
-        lambda: page.get_by_role("button", name="Close the checkpoint").click(),
-    ):
-        choose(page, models / "gpt2/model.safetensors")
-        wait_until_drawn(opened)
-        close()
-        expect(page.locator("#checkpoint-panel")).to_be_hidden()
-        expect(page.locator("#status")).to_contain_text("6 queries")
+    page.get_by_label("Example").select_option("layer")
+    expect(page.locator("#checkpoint-panel")).to_be_hidden()
+    expect(page.locator("#status")).to_contain_text(": 6 queries")
+    choose(page, models / "gpt2/model.safetensors")
+    wait_until_drawn(opened)
+    page.get_by_role("button", name="Close the checkpoint").click()
+    expect(page.locator("#checkpoint-panel")).to_be_hidden()
+    expect(page.locator("#status")).to_contain_text(": 6 queries")
 
 
 @pytest.mark.representative
@@ -440,6 +439,7 @@ def test_wrong_file_has_a_readable_message_and_wrong_heads_one_beside_the_field(
     expect_shown(page.locator("#alert"), "is F8_E4M3, a quantized dtype")
 
     choose(page, models / "llama/model.safetensors")
+    expect(page.locator("#layer-layer option")).to_have_text([LLAMA.format(i) for i in range(2)])
     wait_until_drawn(opened)
     page.locator("#layer-heads").select_option("other")
     page.get_by_label("Query heads").fill("")

@@ -88,8 +88,7 @@ def test_loaded_layer_survives_a_reload_undo_and_own_hidden_states(
     states = np.random.default_rng(0).normal(size=(5, WIDTH)).astype(np.float32)
     np.save(tmp_path / "states.npy", states)
     page.locator("#upload").set_input_files(str(tmp_path / "states.npy"))
-    wait_until_drawn(opened)
+    expect(page.locator("#output-about")).to_have_text(f"5 × {WIDTH}")
     expect(page.get_by_label("Loaded layer")).to_have_value(NAME)
     body = opened.posted("/v1/attention/softmax")[-1]
     assert body["layer"]["name"] == NAME
-    expect(page.locator("#output-about")).to_have_text(f"5 × {WIDTH}")

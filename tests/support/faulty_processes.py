@@ -183,7 +183,7 @@ def watch(service: Service) -> Iterator[list[str]]:
     url = service.process.url
     bodies = [body(1.0, rows=8 << seed, seed=seed) for seed in range(CLIENTS)]
     with ExitStack() as stack:
-        kept = [None if index % 2 else 0 for index in range(CLIENTS)]  # None: as many as it has
+        kept = [None if index % 2 else 0 for index in range(CLIENTS)]  # connections; None: no limit
         clients = [
             stack.enter_context(
                 httpx.Client(timeout=TIMEOUT_S, limits=httpx.Limits(max_keepalive_connections=n))

@@ -39,7 +39,7 @@ torch.set_num_threads(2)
 start()
 """
 _LARGE: Final = 1 << 20  # bytes; mallopt(3), M_MMAP_THRESHOLD
-_RETURN: Final = f"import ctypes; assert ctypes.CDLL(None).mallopt(-3, {_LARGE})"  # that threshold
+_RETURN: Final = f"import ctypes; assert ctypes.CDLL(None).mallopt(-3, {_LARGE})"  # sets it
 
 
 class Peak(NamedTuple):
@@ -73,7 +73,7 @@ def peaks(script: str, *arguments: object) -> list[Peak]:
 
 
 def peaks_of_a_new_process(script: str, *arguments: object) -> list[Peak]:
-    """Does the same in a process that has imported nothing."""
+    """Returns the same of a new process, which has imported nothing."""
     done = subprocess.run(
         [sys.executable, "-c", _STATUS + script, *map(str, arguments)],
         capture_output=True,

@@ -86,12 +86,18 @@ def open_files(pid: int) -> set[str]:
     return found
 
 
-def status_of(url: str, path: str, headers: Mapping[str, str] = MappingProxyType({})) -> int:
+def status_of(
+    url: str,
+    path: str,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    timeout_s: float = 5.0,
+) -> int:
     """Returns the status of a GET on a new connection; 0 without a response.
 
     Tests wait for a status: a client of httpx for each look took most of the time.
     """
-    with closing(http.client.HTTPConnection(httpx.URL(url).netloc.decode(), timeout=5)) as client:
+    host = httpx.URL(url).netloc.decode()
+    with closing(http.client.HTTPConnection(host, timeout=timeout_s)) as client:
         try:
             client.request("GET", path, headers=dict(headers))
             return client.getresponse().status

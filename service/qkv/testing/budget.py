@@ -20,7 +20,7 @@ from torch import Tensor
 from qkv.testing.plain_softmax import Evaluation
 
 _NUMBERS: Final = 1 << 16
-"""Differences in memory at a time, which are (B, H, L, S) for each column of the values."""
+"""The most differences in memory at once; each column of the values has (B, H, L, S) of them."""
 
 
 def unit_roundoffs(dtype: torch.dtype) -> tuple[float, float]:

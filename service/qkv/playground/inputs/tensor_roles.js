@@ -52,7 +52,7 @@ export function addTensors(added, state, keepsAll = false) {
   const dropped = keepsAll ? [] : earlier.filter((one) => isSame(one) || isIn(one, covered));
   const rest = kept.filter((entry) => !isIn(entry, dropped));
   return {
-    tensors: [...rest, ...entries].map((entry) => ({ ...entry, isUploaded: true })),
+    tensors: [...rest, ...entries].map((entry) => ({ ...entry, isUploaded: !entry.isRandom })),
     isAdded: rest.length > 0,
     replaced: namesOfUser(dropped),
   };

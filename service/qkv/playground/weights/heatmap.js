@@ -165,7 +165,7 @@ export class Heatmap {
     const [width, unit] = [surface.clientWidth, readUnit()];
     const isBounded = getComputedStyle(surface).getPropertyValue("--is-bounded");
     const height = isBounded ? surface.clientHeight : null;
-    return { width, height, unit, key: [width, height, unit].join() };
+    return { width, height, unit, key: [width, height, unit, devicePixelRatio].join() };
   }
 
   render() {

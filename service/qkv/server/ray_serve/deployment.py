@@ -51,7 +51,7 @@ class _Replica:
         # connections come from Ray's proxy, at an address that is not the service's
         settings = read_settings(self._settings).model_copy(update={"host": "0.0.0.0"})
 
-        # after that: it takes seconds
+        # imported only now, because that takes seconds
         from qkv.api.app import create_app
         from qkv.server.ray_serve.replica_app import ReplicaApp
         from qkv.server.ray_serve.replica_metrics import ReplicaMetrics
