@@ -129,15 +129,17 @@ def payload(name: str, data: bytes) -> Any:
 def test_archives_of_numpy_are_read_and_files_of_torch_refused_with_a_command(
     open_page: Open, server: Server
 ) -> None:
-    page = open_narrow(open_page, server.url).page
+    opened = open_narrow(open_page, server.url)
+    page = opened.page
     rows = np.random.default_rng(0).standard_normal((4, 3))
     for save in (np.savez, np.savez_compressed):
-        page.get_by_label("Example").select_option("words")
+        choose_example(opened, "words")  # the first file's tensors are gone
         file = io.BytesIO()
         save(file, query=rows, key=rows, value=rows)
         page.get_by_label("Upload").set_input_files([payload("x.npz", file.getvalue())])
         expect(page.locator("#status")).to_have_text(re.compile("4 queries, 4 keys"))
         expect(page.locator("#tensors .name")).to_have_text(["query", "key", "value"])
+    wait_until_drawn(opened)
     file = io.BytesIO()
     torch.save({"a": torch.ones(2)}, file)
     old = io.BytesIO()
