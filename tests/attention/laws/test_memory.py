@@ -67,7 +67,7 @@ CASES: Final = (
       for outputs in (("output",), ())),
     # careful paths, which take the differences of far numbers
     Case("efficient", CAUSAL, SHORT | ONE, slope=1000, mib=30),
-    Case("efficient", CAUSAL, {"L": 6144, "S": 6144} | ONE, outputs=(), slope=1000),
+    Case("efficient", CAUSAL, HALF | ONE, outputs=(), slope=1000),
     Case("linformer"),
     Case("linformer", outputs=("output", "map")),
     *(Case("gated", RULE, QUARTER | {"Z": Z}, outputs=outputs, mib=32)
