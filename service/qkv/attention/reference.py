@@ -1,7 +1,8 @@
-"""The float64 reference of a variant: its steps, one item and some rows of queries at a time."""
+"""The float64 reference of a variant: its steps, some items and rows of queries at a time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -46,14 +47,29 @@ class Reference:
                 and with `plane_BH` if the variant takes it.
         """
         first = next(i for i in self.inputs.values() if not i.is_optional)
-        items = [
-            self._item(self._cut(arguments, "B", slice(b, b + 1)))
-            for b in range(len(arguments[first.argument]))
+        count, size = len(arguments[first.argument]), self._items_at_once(arguments, first)
+        parts = [
+            self._part(self._cut(arguments, "B", slice(b, b + size))) for b in range(0, count, size)
         ]
-        return SimpleNamespace(**{n: _joined([i[n] for i in items], 0) for n in items[0]})
+        return SimpleNamespace(**{n: _joined([p[n] for p in parts], 0) for n in parts[0]})
 
-    def _item(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
-        """Returns the outputs of one item. Behind a state, padding has no output."""
+    def _items_at_once(self, arguments: Mapping[str, Any], first: Input) -> int:
+        """Returns how many items are computed together: 1 behind a state, whose tails differ.
+
+        The last row of each item is that of its last key, with `query_offset="end"`: the offsets
+        differ if the lengths do.
+        """
+        past = None if self.state is None else arguments.get(self.state.argument)
+        is_at_end = arguments.get("query_offset") == "end"
+        if past is not None or (is_at_end and arguments.get("key_lengths_B") is not None):
+            return 1
+        tensors = (arguments.get(i.argument) for i in self.inputs.values() if "B" in i.letters)
+        largest = max(x.numel() // max(1, len(x)) for x in tensors if x is not None)
+        rows = math.prod(arguments[first.argument].shape[2:3])
+        return max(1, _NUMBERS // max(1, largest * rows))
+
+    def _part(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
+        """Returns the outputs of some items. Behind a state, padding has no output."""
         past = None if self.state is None else arguments.get(self.state.argument)
         if past is None:
             return self._by_rows(arguments)
@@ -90,7 +106,7 @@ class Reference:
         return {**found, self.state.argument: past._replace(**fields)}
 
     def _by_rows(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
-        """Returns the outputs of one item, from blocks of rows of queries."""
+        """Returns the outputs of some items, from blocks of rows of queries."""
         blocks = [self._outputs(self.compute(part)) for part in self._blocks(arguments)]
         return {n: _joined([block[n] for block in blocks], 2) for n in blocks[0]}
 
@@ -105,7 +121,8 @@ class Reference:
         if offset == "end":
             lengths = arguments.get("key_lengths_B")
             offset = (key.shape[2] if lengths is None else int(lengths)) - L
-        rows = max(_ROWS, _NUMBERS // max(1, query.shape[1] * key.shape[2] * key.shape[3]))
+        numbers = query.shape[0] * query.shape[1] * key.shape[2] * key.shape[3]  # of a row
+        rows = max(_ROWS, _NUMBERS // max(1, numbers))
         for start in range(0, L, rows):
             part = self._cut(arguments, "L", slice(start, start + rows))
             yield {**part, "query_offset": offset + start}
