@@ -130,7 +130,7 @@ Received = Annotated[ReceivedMessage, Depends(_received)]
 """The message of a request with a `BodyRoute`, its formats and its admission."""
 
 _Timeout = Annotated[
-    float | None,
+    Any,
     PlainValidator(
         lambda value: value,  # `JobRunner.deadline_s` parses it
         json_schema_input_type=Annotated[float, pydantic.Field(gt=0, le=1_000_000_000)],

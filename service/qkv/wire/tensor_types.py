@@ -66,7 +66,7 @@ def _tensor(name: str, json_type: Any, description: str | None = None) -> Any:
     validator = PlainValidator(_require_raw, json_schema_input_type=json_type)
     return TypeAliasType(
         name,
-        Annotated[RawTensor, validator, Field(description=description)],
+        Annotated[Any, validator, Field(description=description)],
     )
 
 

@@ -30,7 +30,6 @@ from qkv.api.models import (
     required,
     tensor_type,
 )
-from qkv.api.request_body import ReceivedMessage
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.signature import TAIL, Output
 from qkv.attention.variant import Variant
@@ -182,7 +181,7 @@ def _body(variant: Variant, name: str, base: type[JobFields], fields: Fields, mo
             **fields,
         )
     validator = PlainValidator(lambda body: body, json_schema_input_type=json_type)
-    return Annotated[ReceivedMessage, validator, Body()]
+    return Annotated[Any, validator, Body()]  # pydantic would build the schema of another type
 
 
 @cache
