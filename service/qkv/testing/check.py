@@ -80,6 +80,8 @@ def error_units(values: Tensor, exact: Tensor, budget: Tensor) -> Tensor:
     wide = values.double()
     error = (wide - exact).abs()
     units = torch.where(error == 0, 0.0, error / budget)
+    if bool(error.isfinite().all()):  # so are all numbers
+        return units
     overflows = ~exact.to(values.dtype).isfinite() & exact.isfinite()
     same = (wide == exact) | (wide.isnan() & exact.isnan())
     units = units.masked_fill(~wide.isfinite() | ~exact.isfinite(), torch.inf)
