@@ -50,6 +50,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_files_import_only_the_folders_that_the_table_allows() -> None:
     for path in FILES:
         ours = {name.split(".")[1] for name in imports(path) if name.startswith("qkv.")}
@@ -57,6 +58,7 @@ def test_files_import_only_the_folders_that_the_table_allows() -> None:
         assert ours <= allowed | {"errors", folder(path)}, path
 
 
+@pytest.mark.slow
 def test_third_party_imports_stay_in_their_folders() -> None:
     for path in FILES:
         foreign = {name.split(".")[0] for name in imports(path)}
@@ -104,6 +106,7 @@ def test_import_of_qkv_imports_no_torch_and_no_matplotlib() -> None:
     assert done.stdout.strip() == qkv.__version__
 
 
+@pytest.mark.slow
 def test_service_needs_no_matplotlib() -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None; from qkv.api.app import create_app; "

@@ -77,6 +77,7 @@ def test_documented_variables_are_no_settings() -> None:
     assert find_unknown_variables(DOCUMENTED) == []
 
 
+@pytest.mark.slow
 @examples(300)
 @given(SERVICES)
 def test_variables_of_any_service_are_no_settings(variables: dict[str, str]) -> None:

@@ -85,6 +85,7 @@ def qkv(*arguments: str, **variables: str) -> str:
     return done.stderr.removeprefix("Error: ").strip()
 
 
+@pytest.mark.slow
 def test_messages_of_a_failed_start_are_on_the_page(server: Server) -> None:
     port = str(httpx.URL(server.url).port)
     message = qkv("serve", "--port", port)
@@ -92,6 +93,7 @@ def test_messages_of_a_failed_start_are_on_the_page(server: Server) -> None:
     assert said(qkv("serve", QKV_WORKER="2"))
 
 
+@pytest.mark.slow
 def test_message_without_a_service_is_on_the_page() -> None:
     message = qkv("variants", QKV_URL="http://127.0.0.1:9")
     assert said(message.split(". ")[0].replace(":9'", ":8000'"))

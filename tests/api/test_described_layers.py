@@ -37,6 +37,7 @@ def test_listing_has_error_length_and_versions(described: Server) -> None:
     assert listed["max_length"] == PROOF["length"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["attention", "gradients"])
 def test_proof_is_noted_once(described: Server, kind: str) -> None:
     document = request(6)

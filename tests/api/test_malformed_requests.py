@@ -65,6 +65,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.slow
 @examples(400)
 @given(st.data())
 def test_any_value_in_any_place_is_accepted_or_rejected(

@@ -73,6 +73,7 @@ def batching(_clean_environment: None) -> Iterator[Server]:
         yield served
 
 
+@pytest.mark.slow
 def test_every_response_is_correct(alone: list[Any]) -> None:
     for case, outputs in zip(cases(), alone, strict=True):
         case.check(outputs)
@@ -93,6 +94,7 @@ def test_concurrent_requests_have_the_bits_of_single_ones(
             assert response["timing"]["batch_size"] == 1
 
 
+@pytest.mark.slow
 def test_batched_requests_have_the_bits_of_single_ones(batching: Server, alone: list[Any]) -> None:
     """The device is blocked while requests arrive, so that they are batched."""
     sizes: list[int] = []

@@ -97,6 +97,7 @@ def test_page_has_each_variant_and_dtype() -> None:
         assert f"{N:,}" in PAGE.partition("<!-- made by")[0], N
 
 
+@pytest.mark.slow
 def test_command_measures_every_variant_and_has_its_places_in_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

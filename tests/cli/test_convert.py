@@ -138,6 +138,7 @@ def test_too_short_prefix_reads_nothing(models: Path, tmp_path: Path) -> None:
     assert "at most 256" in line
 
 
+@pytest.mark.slow
 def test_large_file_without_torch_needs_a_prefix(url: str, tmp_path: Path) -> None:
     huge(tmp_path / "model.safetensors")
     words = ["convert", str(tmp_path / "model.safetensors"), "--to", "v1", "--heads", "4", "-o",

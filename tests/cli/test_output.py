@@ -33,6 +33,7 @@ def test_names_in_tables_and_lines_are_escaped(model: Path, tmp_path: Path) -> N
         assert all(c == "\n" or c.isprintable() for c in printed)
 
 
+@pytest.mark.slow
 def test_names_in_errors_are_escaped(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
     words = ("convert", model, "--to", "v2", "-o", target, "--prefix", HOSTILE)

@@ -223,6 +223,7 @@ def test_masks_of_both_kinds_have_the_dtype_of_the_queries(with_padding: bool) -
     assert handler.calls[0].mask.dtype == output.dtype == weights.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_of_a_plain_model_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import flex_attention as module

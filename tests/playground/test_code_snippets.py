@@ -112,6 +112,7 @@ def test_curl_command_gets_the_response_of_the_request(
         assert json.loads(line)["outputs"] == expected["outputs"], name
 
 
+@pytest.mark.slow
 def test_large_body_is_read_from_a_file(
     written: Callable[..., str], modules: Modules, server: Server, tmp_path: Path
 ) -> None:
@@ -197,6 +198,7 @@ def test_api_key_is_read_from_the_environment(
     assert "output\n(2, 2)" in printed
 
 
+@pytest.mark.slow
 def test_gradients_comparison_and_sweep_can_be_copied(
     written: Callable[..., str], server: Server, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def test_labels_are_parsed(modules: Modules) -> None:
     assert dict(zip(PARSED, parsed, strict=True)) == PARSED
 
 
+@pytest.mark.slow
 @examples(60)
 @given(st.lists(st.text(max_size=8), max_size=5))
 def test_formatted_labels_parse_to_themselves(modules: Modules, labels: list[str]) -> None:

@@ -53,6 +53,7 @@ def connect(to: tuple[str, int], data: bytes) -> socket.socket:
     return connection
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [b"", LIVE[:-2], LIVE], ids=["nothing", "part of a head", "idle"])
 def test_idle_connections_make_room_for_others(service: Process, data: bytes) -> None:
     """A connection with a request in progress is not closed for them."""
@@ -73,6 +74,7 @@ def test_idle_connections_make_room_for_others(service: Process, data: bytes) ->
     assert int(lines[1].split()[-2]) > LIMIT
 
 
+@pytest.mark.slow
 def test_busy_connections_beyond_the_limit_are_reported_once(service: Process) -> None:
     """There is nothing to close: others wait until a request has ended."""
     before = len(service.lines)

@@ -109,6 +109,7 @@ def test_slow_upload_with_progress_gets_its_response(short_read_timeout: Server)
             caller.read_response()
 
 
+@pytest.mark.slow
 def test_read_timeout_does_not_count_while_queued(short_read_timeout: Server) -> None:
     with open_connection(short_read_timeout) as connection, short_read_timeout.hold():
         connection.sendall(RUN + BODY)

@@ -96,6 +96,7 @@ def connected(server: Server, stack: ExitStack, **options: int) -> socket.socket
     return connection
 
 
+@pytest.mark.slow
 def test_slow_readers_delay_no_other_request(server: Server) -> None:
     """Eight clients read their 8 MiB only after other requests are served."""
     headers, body = request_of("large", weights="full")

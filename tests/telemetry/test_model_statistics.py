@@ -236,6 +236,7 @@ def test_request_cancelled_at_its_deadline_is_not_counted(
         )
 
 
+@pytest.mark.slow
 def test_running_request_gets_its_response_after_its_deadline(
     serve: Callable[..., Server],
 ) -> None:

@@ -130,6 +130,7 @@ def test_process_that_has_not_started_is_not_stuck() -> None:
     assert shared_state.stuck_processes == []
 
 
+@pytest.mark.slow
 def test_process_that_is_replaced_is_at_no_moment_stuck() -> None:
     shared_state = SharedState(1, stuck_s=10.0, stuck_device_s=10.0)
     worker = shared_state.worker(0)

@@ -130,6 +130,7 @@ MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "causal"), [*((n, False) for n in MAPS), ("relu", True)])
 def test_another_feature_map_of_linear_is_named(name: str, causal: bool) -> None:
     skip = ["large", "steep", "one-hot", "tiny"]  # products overflow or underflow float32

@@ -26,6 +26,7 @@ FLAGS = re.MULTILINE | re.DOTALL
 PAGE = (ROOT / "docs/oracle.md").read_text()
 
 
+@pytest.mark.slow
 def test_examples_run() -> None:
     examples = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     runnable = [text for text in examples if "pytest" not in text]  # test_pytest_plugin has those

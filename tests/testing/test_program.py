@@ -35,6 +35,7 @@ def shell(script: str) -> Program:
     return Program(f"sh -c {shlex.quote(script)} sh {{in}} {{out}}", timeout_s=10)
 
 
+@pytest.mark.slow
 def test_right_kernel_of_another_language_passes(kernel: Command) -> None:
     assert verify(kernel(), causal=True, dtype="float32", families=["normal", "large"]).passed
     report = verify(kernel())

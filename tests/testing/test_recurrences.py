@@ -68,6 +68,7 @@ def test_rule_without_a_bug_passes(options: dict[str, Any]) -> None:
     assert report.passed, report
 
 
+@pytest.mark.slow
 @each("bug", ["state-transposed", "history-truncated", "beta-not-applied"])
 def test_bug_is_named_in_a_narrow_dtype_and_in_every_dtype(bug: str) -> None:
     families = ["normal", "state", "long history"]
@@ -194,6 +195,7 @@ def test_gradients_of_decays_are_refused_by_name() -> None:
         verify(chunked_rule(), "gated", **FAST, families=["normal"], gradients=True)
 
 
+@pytest.mark.slow
 def test_rule_linear_has_gradients() -> None:
     def rule(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output: Tensor = (query @ key.mT * query.shape[-1] ** -0.5).tril() @ value

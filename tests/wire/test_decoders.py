@@ -171,6 +171,7 @@ def test_long_name_is_rejected_without_copies(name: str, inside: bytes) -> None:
 # compressed bodies
 
 
+@pytest.mark.slow
 @examples(300)
 @given(st.binary(max_size=200) | mutated(["gzip", "deflate"]))
 def test_compressed_bodies_are_accepted_or_rejected(packed: bytes) -> None:

@@ -82,6 +82,7 @@ def test_arrays_that_are_not_contiguous_are_encoded_in_row_order(dtype: str) -> 
         assert same(decode(body, "inputs").tensors[str(i)], view.astype(DTYPES[dtype]))
 
 
+@pytest.mark.slow
 @given(st.dictionaries(TENSOR_NAMES, arrays(), max_size=4), FIELDS)
 def test_reference_library_reads_our_files(
     tensors: dict[str, Array], fields: dict[str, Any]

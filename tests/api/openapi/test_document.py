@@ -49,6 +49,7 @@ def document(server: Server) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_document_is_valid_openapi(document: dict[str, Any]) -> None:
     openapi_spec_validator.validate(document)
     assert document["openapi"].startswith("3.1")

@@ -65,6 +65,7 @@ def assert_documented(document: dict[str, Any], path: str, method: str, response
         assert fits(json.loads(body), schema, document), body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [400, 403, 408, 431, 501])
 def test_connection_errors_are_documented_for_every_operation(
     short_read_timeout: Server, document: dict[str, Any], status: int

@@ -11,6 +11,7 @@ from support.service import Server
 from support.sweep_requests import SMALL, SWEEP, parse_events, run_sweep
 
 
+@pytest.mark.slow
 def test_requests_and_events_match_the_document(serve: Callable[..., Server]) -> None:
     small = serve(max_scores=2 * 100 * 100)
     document = small.http.get("/openapi.json").json()

@@ -71,6 +71,7 @@ def keys_of(kind: str, key: Tensor) -> Tensor:
     return key * (1e307 if kind == "huge" else 1.0) + slopes[kind] * position_S1
 
 
+@pytest.mark.slow
 @each("offset", [0, "end", -7, 25, None])
 @each(
     "kind",

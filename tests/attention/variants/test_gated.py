@@ -161,6 +161,7 @@ def test_decay_of_any_size_forgets_and_no_digit_is_lost(dtype: torch.dtype, chan
         assert ((found[:, :, 5:] - truth).abs() <= 2 * eps * mass).all()
 
 
+@pytest.mark.slow
 @each("size", [-torch.inf, -1000.0, -300.0, -90.0])
 @each("where", ["most", "some", "all"])
 @each("rule", ["gated", "gated_delta"])

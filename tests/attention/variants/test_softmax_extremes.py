@@ -88,6 +88,7 @@ def extremes(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor | None, fl
     return query, key, value, mask, scale, draw(st.booleans())
 
 
+@pytest.mark.slow
 @examples(400)
 @given(extremes())
 def test_finite_inputs_of_any_size_give_finite_and_right_outputs(

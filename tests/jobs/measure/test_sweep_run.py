@@ -268,6 +268,7 @@ def test_deadline_applies_to_each_run(server: Server) -> None:
     assert_problem(server.http.post(SWEEP, json=body, headers={"X-Request-Timeout": "soon"}), 400)
 
 
+@pytest.mark.slow
 @examples(300)
 @hypothesis.given(
     strategies.dictionaries(

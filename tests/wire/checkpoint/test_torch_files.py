@@ -59,6 +59,7 @@ def test_the_printed_command_makes_a_safetensors_file(
     assert_is_converted(path, state)
 
 
+@pytest.mark.slow
 def test_the_printed_command_runs_in_a_shell(tmp_path: Path) -> None:
     state = gpt2().state_dict()
     torch.save(state, tmp_path / NAMES[3])
