@@ -37,6 +37,11 @@ importlib.import_module("anyio._backends._asyncio")
 
 load_profile()
 
+# pytest gives each logger that does not propagate a handler, several times a test; torch has 40.
+for _name in list(logging.root.manager.loggerDict):
+    if _name.startswith("torch"):
+        logging.getLogger(_name).propagate = True
+
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
@@ -79,8 +84,11 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Seeds torch, so that random numbers do not depend on earlier tests."""
-    torch.manual_seed(0)
+    """Seeds torch, so that random numbers do not depend on earlier tests.
+
+    `torch.manual_seed` takes 1 ms more: it notes a stack for each device that is not in use.
+    """
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
