@@ -6,6 +6,7 @@ import json
 import re
 from typing import Final
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from playwright.sync_api import expect

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from qkv.api.endpoints.sweep import EVENTS
 from qkv.errors import ServiceUnavailable
 from support.openapi_schemas import fits, with_renamed_fields

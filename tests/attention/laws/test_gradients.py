@@ -109,7 +109,6 @@ def error_and_bound(name: str, case: Case, block: int | None) -> tuple[float, fl
     return abs(found - slopes[0]), abs(slopes[0] - slopes[1]) + rounded
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", [None, 1, 60])
 @every_variant
 def test_gradients_are_the_derivatives_of_the_reference(name: str, block: int | None) -> None:

@@ -98,7 +98,6 @@ def test_output_and_state_have_the_same_bits_however_the_sequence_is_cut(
     assert_right(case, inputs, parameters, plain, whole["output"])
 
 
-@pytest.mark.slow
 @each("name", [*CASES])
 @each("dtype", FLOATING)
 def test_decoding_token_by_token_has_the_bits_of_the_whole(name: str, dtype: str) -> None:

@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Final
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
