@@ -7,6 +7,7 @@ import typing
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -57,6 +58,12 @@ class Source(Protocol):
         """Returns a number of this range."""
 
 
+@cache
+def _sampled(options: tuple[T, ...], _: tuple[type, ...]) -> st.SearchStrategy[T]:
+    """Returns a strategy for options and their types: 0 is equal to False. It is looked at once."""
+    return st.sampled_from(options)
+
+
 class _Hypothesis:
     """Choices that Hypothesis makes, and shrinks."""
 
@@ -64,7 +71,7 @@ class _Hypothesis:
         self._draw = draw
 
     def choice(self, options: Sequence[T]) -> T:
-        return self._draw(st.sampled_from(options))
+        return self._draw(_sampled(tuple(options), tuple(map(type, options))))
 
     def integer(self, least: int, most: int) -> int:
         return self._draw(st.integers(least, most))
