@@ -167,7 +167,7 @@ def replica_states() -> dict[str, int]:
     """Returns the number of replicas in each state; none while Ray builds an application."""
     from ray import serve
 
-    time.sleep(0.1)  # tests poll, and the machine is busy
+    time.sleep(0.3)  # a look takes 0.1 s of CPU time, in several processes
     deployments = serve.status().applications["qkv"].deployments.values()
     return {str(state): n for each in deployments for state, n in each.replica_states.items()}
 
