@@ -71,7 +71,8 @@ class _Hypothesis:
         self._draw = draw
 
     def choice(self, options: Sequence[T]) -> T:
-        return self._draw(_sampled(tuple(options), tuple(map(type, options))))
+        strategy: st.SearchStrategy[T] = _sampled(tuple(options), tuple(map(type, options)))
+        return self._draw(strategy)
 
     def integer(self, least: int, most: int) -> int:
         return self._draw(st.integers(least, most))

@@ -64,8 +64,8 @@ class Reference:
         if past is not None or (is_at_end and arguments.get("key_lengths_B") is not None):
             return 1
         tensors = (arguments.get(i.argument) for i in self.inputs.values() if "B" in i.letters)
-        largest = max(x.numel() // max(1, len(x)) for x in tensors if x is not None)
-        rows = math.prod(arguments[first.argument].shape[2:3])
+        largest = max(int(x.numel()) // max(1, len(x)) for x in tensors if x is not None)
+        rows: int = math.prod(arguments[first.argument].shape[2:3])
         return max(1, _NUMBERS // max(1, largest * rows))
 
     def _part(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
