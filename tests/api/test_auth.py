@@ -216,6 +216,7 @@ def test_keys_are_in_no_log_and_no_response(
 
 def test_document_lists_operations_that_need_a_key(guarded: Server, server: Server) -> None:
     document = guarded.http.get("/openapi.json", headers=bearer(KEYS[0])).json()
+    openapi_spec_validator.validate(document)
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     assert document["security"] == [{"key": []}]
     for path, methods in document["paths"].items():
@@ -225,20 +226,6 @@ def test_document_lists_operations_that_need_a_key(guarded: Server, server: Serv
     plain = server.http.get("/openapi.json").json()
     assert "security" not in plain
     assert not any("401" in o["responses"] for m in plain["paths"].values() for o in m.values())
-    rejections = {
-        path: {"get": {"responses": {"401": document["paths"][path]["get"]["responses"]["401"]}}}
-        for path in ("/v1/variants", "/v2")
-    }
-    of_both = [methods["get"]["responses"]["401"] for methods in rejections.values()]
-    schemas = {name: document["components"]["schemas"][name] for name in ("Problem", "ModelError")}
-    components = {**document["components"], "schemas": schemas}
-    openapi_spec_validator.validate({**document, "paths": rejections, "components": components})
-    # the others are equal to these, and `test_document.py` validates the document without keys
-    del document["security"]
-    for operation in (o for m in document["paths"].values() for o in m.values()):
-        operation.pop("security", None)
-        assert operation["responses"].pop("401", None) in (None, *of_both)
-    assert document == plain
 
 
 ASKS: Final = {
