@@ -174,8 +174,10 @@ def build_models() -> None:
     """
     run_models.build(catalogue.variants().values())
     drawn_or_judged, _ = verify.new_models()
-    for body_type in (compare.new_body_type(), sweep.new_body_type(), drawn_or_judged):
+    other = (convert.BODY_TYPE, layers.LayersRequest)
+    for body_type in (compare.new_body_type(), sweep.new_body_type(), drawn_or_judged, *other):
         known_type(body_type)
+    variants.router()  # what FastAPI imports for the first route
 
 
 def load_layers(settings: Settings) -> LoadedLayers:
