@@ -150,7 +150,7 @@ def logging_to(path: Path, *arguments: str, **environment: str) -> Iterator[Proc
             yield process
         finally:
             if process.popen.poll() is None:
-                process.popen.kill()
+                process.kill()
             process.wait()
 
 
@@ -295,7 +295,7 @@ def test_log_lines_of_workers_are_complete(tmp_path: Path) -> None:
         assert process.end() == 0
     finally:
         if process.popen.poll() is None:
-            process.popen.kill()
+            process.kill()
         process.wait()
         listener.join(TIMEOUT_S)
         os.close(reader)
