@@ -84,7 +84,7 @@ def test_driver_is_untouched_before_each_fork(serve_checked: Serve) -> None:
 
 
 def test_check_finds_a_supervisor_that_looks_for_the_device(serve_checked: Serve) -> None:
-    service, forks = serve_checked(
+    _, forks = serve_checked(
         "--workers", "1", is_forked=True, QKV_DEVICE="cpu", **{LOOK_FIRST: "yes"}
     )
     assert len(forks()) == 2

@@ -50,8 +50,11 @@ def server_with_write_timeout() -> Iterator[Server]:
 
 
 @pytest.mark.slow
-def test_silent_client_gets_408(short_read_timeout: Server) -> None:
+def test_silent_client_gets_408(
+    short_read_timeout: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever it has sent before; with nothing to answer, its connection is only closed."""
+    monkeypatch.setattr(short_read_timeout.uvicorn.config, "timeout_keep_alive", IDLE_S)
     incomplete = (b"G", LIVE[:-2], RUN, RUN + BODY[:10], CHUNKED + b"5\r\n1")
     expected: dict[bytes, list[int]] = {b"": [], b"\r\n": [], LIVE + b"\r\n": [200]}
     expected |= {sent: [408] for sent in incomplete}
@@ -203,6 +206,7 @@ def test_slow_reader_gets_its_response(server_with_write_timeout: Server) -> Non
             received += connection.recv(1 << 15)
             time.sleep(0.05)
         assert len(received) < size_of(received)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         remaining = size_of(received) - len(received)
         while remaining:
             more = connection.recv(min(remaining, 1 << 20))
@@ -221,6 +225,7 @@ def test_slow_reader_is_not_idle(server: Server, monkeypatch: pytest.MonkeyPatch
             received += connection.recv(1 << 12)
             time.sleep(0.05)
         assert len(received) < size_of(received)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         connection.sendall(LIVE + b"malformed\r\n\r\n")
         while more := connection.recv(1 << 20):
             received += more

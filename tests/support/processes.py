@@ -79,9 +79,8 @@ class Process:
     def kill(self) -> None:
         """Kills the process and those that it has started: workers alone would first drain."""
         pids = [self.popen.pid]
-        with contextlib.suppress(
-            FileNotFoundError, ProcessLookupError
-        ):  # no /proc, or it has ended
+        # it has ended, or there is no /proc
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             pids += map(int, Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split())
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
