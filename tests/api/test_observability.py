@@ -150,7 +150,7 @@ def logging_to(path: Path, *arguments: str, **environment: str) -> Iterator[Proc
             yield process
         finally:
             if process.popen.poll() is None:
-                process.popen.kill()
+                process.kill()
             process.wait()
 
 
@@ -229,7 +229,7 @@ def counts(metrics: str, name: str) -> Counter[str]:
 def test_connection_errors_are_observed(tmp_path: Path) -> None:
     """Each has an id, one log line and one count."""
     log, responses = tmp_path / "log", []
-    how = {"QKV_REQUEST_LOG": "json", "QKV_READ_TIMEOUT_S": "1"}
+    how = {"QKV_REQUEST_LOG": "json", "QKV_READ_TIMEOUT_S": "0.5"}
     with logging_to(log, "--workers", "1", **how) as process:
         url = httpx.URL(process.url)
         assert url.port
@@ -295,7 +295,7 @@ def test_log_lines_of_workers_are_complete(tmp_path: Path) -> None:
         assert process.end() == 0
     finally:
         if process.popen.poll() is None:
-            process.popen.kill()
+            process.kill()
         process.wait()
         listener.join(TIMEOUT_S)
         os.close(reader)

@@ -15,6 +15,13 @@ from support.processes import TIMEOUT_S, Process, running_command, wait_until
 from support.service_processes import PATH, TINY_BODY, address, status_of
 
 LIMIT: Final = 256
+SOON_QUIET: Final = """
+from qkv.cli.main import main
+from qkv.server import acceptor
+acceptor._QUIET_S = 1.0
+main()
+"""
+"""A service that takes failures for over after one second, two of its attempts, not after five."""
 LIVE: Final = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST: Final = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (
     PATH.encode(),
@@ -36,10 +43,12 @@ def descriptor_limit(count: int) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def service() -> Iterator[Process]:
     """Returns a service with one worker and few descriptors."""
-    words = ("serve", "--port", "0", "--workers", "1")
+    words, metrics_port = ("serve", "--port", "0", "--workers", "1"), str(free_port())
     with ExitStack() as stack:
         with descriptor_limit(LIMIT):
-            running = running_command(*words, QKV_METRICS_PORT=str(free_port()))
+            running = running_command(
+                SOON_QUIET, *words, module="support.forked_program", QKV_METRICS_PORT=metrics_port
+            )
             started = stack.enter_context(running)
             assert started.url
         yield started

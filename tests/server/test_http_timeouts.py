@@ -31,6 +31,7 @@ LIVE: Final = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST: Final = b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\n"
 BODY: Final = b'{"inputs": {"query": [[1]], "key": [[1]], "value": [[1]]}}'
 RUN: Final = POST + b"Content-Length: %d\r\n\r\n" % len(BODY)
+IDLE_S: Final = 1  # after which a connection is closed, in place of the service's 5 s
 CHUNKED: Final = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -49,8 +50,11 @@ def server_with_write_timeout() -> Iterator[Server]:
 
 
 @pytest.mark.slow
-def test_silent_client_gets_408(short_read_timeout: Server) -> None:
+def test_silent_client_gets_408(
+    short_read_timeout: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever it has sent before; with nothing to answer, its connection is only closed."""
+    monkeypatch.setattr(short_read_timeout.uvicorn.config, "timeout_keep_alive", IDLE_S)
     incomplete = (b"G", LIVE[:-2], RUN, RUN + BODY[:10], CHUNKED + b"5\r\n1")
     expected: dict[bytes, list[int]] = {b"": [], b"\r\n": [], LIVE + b"\r\n": [200]}
     expected |= {sent: [408] for sent in incomplete}
@@ -90,7 +94,7 @@ def test_pauses_below_the_read_timeout_are_allowed(short_read_timeout: Server) -
     body, length = encode_body(random_inputs(0))
     request = encode_request(body, length)
     with raw_client(short_read_timeout) as caller:
-        for _ in range(10):  # each pause is shorter than the read timeout
+        for _ in range(6):  # each pause is shorter than the read timeout
             caller.send(request[: -len(body)])
             time.sleep(0.3)
             caller.send(body)
@@ -114,7 +118,7 @@ def test_read_timeout_does_not_count_while_queued(short_read_timeout: Server) ->
     with open_connection(short_read_timeout) as connection, short_read_timeout.hold():
         connection.sendall(RUN + BODY)
         short_read_timeout.wait_until_queued(1)
-        time.sleep(2)
+        time.sleep(1.5)
         connection.setblocking(False)
         with pytest.raises(BlockingIOError):
             connection.recv(1)
@@ -199,10 +203,11 @@ def test_slow_reader_gets_its_response(server_with_write_timeout: Server) -> Non
     with short_write_timeout(server_with_write_timeout) as connection:
         connection.sendall(encode_request(*encode_body(LARGE)))
         started_at, received = time.monotonic(), b""
-        while time.monotonic() < started_at + 4:
+        while time.monotonic() < started_at + 2.5:
             received += connection.recv(1 << 15)
             time.sleep(0.05)
         assert len(received) < size_of(received)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         remaining = size_of(received) - len(received)
         while remaining:
             more = connection.recv(min(remaining, 1 << 20))
@@ -211,15 +216,17 @@ def test_slow_reader_gets_its_response(server_with_write_timeout: Server) -> Non
 
 
 @pytest.mark.slow
-def test_slow_reader_is_not_idle(server: Server) -> None:
+def test_slow_reader_is_not_idle(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection stays open for longer than an idle one, and serves its next request."""
+    monkeypatch.setattr(server.uvicorn.config, "timeout_keep_alive", IDLE_S)
     with short_write_timeout(server) as connection:
         connection.sendall(encode_request(*encode_body(LARGE)))
         started_at, received = time.monotonic(), b""
-        while time.monotonic() < started_at + 7:  # an idle connection is closed after 5 s
+        while time.monotonic() < started_at + 2 * IDLE_S:
             received += connection.recv(1 << 12)
             time.sleep(0.05)
         assert len(received) < size_of(received)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         connection.sendall(LIVE + b"malformed\r\n\r\n")
         while more := connection.recv(1 << 20):
             received += more

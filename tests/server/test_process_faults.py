@@ -163,7 +163,7 @@ def in_progress(process: Process) -> float:
 def test_stalled_connections_do_not_delay_the_stop(command: Command) -> None:
     """At the end of the drain an incomplete request gets 503. Connections without a complete head,
     and those of clients that do not read, are closed. The exit status is 0."""
-    started = command("serve", "--port", "0", "--workers", "2", QKV_DRAIN_S="2")
+    started = command("serve", "--port", "0", "--workers", "2", QKV_DRAIN_S="1")
     paths = (PATH, "/v1/convert", "/v1/gradients/softmax", "/v2/models/softmax/infer")
     headers, body = request_of("large", weights="full")
     with ExitStack() as stack:

@@ -8,13 +8,30 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final
+
+import pytest
 
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service_processes import address, child_pids, refuses_connections, status_of
 
 Command = Callable[..., Process]
 CLIENTS: Final = 3
+IMPATIENT: Final = """
+from qkv.cli.main import main
+from qkv.server import listener, supervisor
+supervisor.BACKLOG_TIMEOUT_S = listener._LINGER_S = 0.5
+main()
+"""
+"""A service that waits for workers to accept, and for rejected clients, for 0.5 s instead of 2."""
+
+
+@pytest.fixture
+def start(command: Command) -> Command:
+    """Starts an impatient service with one worker, and other settings."""
+    words = (IMPATIENT, "serve", "--port", "0", "--workers", "1")
+    return partial(command, *words, module="support.forked_program")
 
 
 @contextmanager
@@ -48,8 +65,8 @@ def slow_senders(process: Process) -> Iterator[Callable[[], bytes]]:
             thread.join(TIMEOUT_S)
 
 
-def test_killed_worker_is_replaced_beside_slow_senders(command: Command) -> None:
-    service = command("serve", "--port", "0", "--workers", "1", QKV_STUCK_S="1")
+def test_killed_worker_is_replaced_beside_slow_senders(start: Command) -> None:
+    service = start(QKV_STUCK_S="1")
     assert status_of(service.url, "/livez") == 200
     (victim,) = child_pids(service.popen.pid)
     os.kill(victim, signal.SIGSTOP)
@@ -62,9 +79,9 @@ def test_killed_worker_is_replaced_beside_slow_senders(command: Command) -> None
         assert service.end() == 0
 
 
-def test_service_stops_beside_slow_senders(command: Command) -> None:
+def test_service_stops_beside_slow_senders(start: Command) -> None:
     """The supervisor rejects what the stopped worker does not accept."""
-    service = command("serve", "--port", "0", "--workers", "1")
+    service = start()
     assert service.url
     (worker,) = child_pids(service.popen.pid)
     os.kill(worker, signal.SIGSTOP)

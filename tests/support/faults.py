@@ -90,7 +90,7 @@ def stop_all(service: Service) -> None:
         )
         upload.sendall(head.encode() + TINY_BODY[:9])
         every = [service.process.popen.pid, *service.pids]
-        service.pause(every, lambda: time.sleep(_STUCK_S + 1))
+        service.pause(every, lambda: time.sleep(_STUCK_S + 0.3))
         upload.sendall(TINY_BODY[9:])
         assert upload.recv(4096).startswith(b"HTTP/1.1 200 ")
 

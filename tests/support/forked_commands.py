@@ -17,14 +17,14 @@ import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Final
-
-import pytest
+from unittest import mock
 
 from support.paths import ROOT
 
 _SERVER: Final = multiprocessing.get_context("forkserver")
 _PREPARED: Final = "support.prepared_service"
-_SERVER.set_forkserver_preload([_PREPARED])
+# This module too, because each fork needs it; pytest would take 0.1 s in each.
+_SERVER.set_forkserver_preload([_PREPARED, __name__])
 
 
 class ForkedCommand:
@@ -57,10 +57,10 @@ class ForkedCommand:
         self._process = _SERVER.Process(
             target=_run, args=(module, arguments, environment, streams, *inherited), daemon=True
         )
-        with pytest.MonkeyPatch.context() as patch:
+        paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
             # Python 3.11 gives the server no path of this process. `start` starts a new server if
             # the first one has ended.
-            patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=os.pathsep)
             self._process.start()
         assert self._process.pid
         self.pid: int = self._process.pid
@@ -111,6 +111,8 @@ def _run(
     os.chdir(folder)
     for limit, sizes in limits.items():
         resource.setrlimit(limit, sizes)
+    # a limit of the sizes of files would cut the bytecode that it writes, for all later processes
+    sys.dont_write_bytecode |= limits.keys() > {resource.RLIMIT_NOFILE}
     signal.signal(signal.SIGHUP, signal.SIG_IGN if is_hangup_ignored else signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)

@@ -76,6 +76,16 @@ class Process:
         self.popen.send_signal(number)
         return self.wait()
 
+    def kill(self) -> None:
+        """Kills the process and those that it has started: workers alone would first drain."""
+        pids = [self.popen.pid]
+        # it has ended, or there is no /proc
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            pids += map(int, Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split())
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def wait(self) -> int:
         """Waits until the process has exited and stderr is read; returns the exit status."""
         status = self.popen.wait(TIMEOUT_S)
@@ -155,12 +165,12 @@ def wait_until_asleep(pid: int) -> None:
 
 @contextlib.contextmanager
 def killed_at_the_end(process: Process) -> Iterator[Process]:
-    """Kills a command at the end of a block, if it still runs."""
+    """Kills a command, with its processes, at the end of a block, if it still runs."""
     try:
         yield process
     finally:
         if process.popen.poll() is None:
-            process.popen.kill()
+            process.kill()
         process.wait()
 
 

@@ -61,6 +61,7 @@ from qkv.engine.job_executor import JobExecutor
 from qkv.engine.remote.device_process import DeviceProcess
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.errors import InvalidContent
+from qkv.jobs.layers import LayersRequest
 from qkv.jobs.load import Load
 from qkv.jobs.loaded.checkpoint_loader import load_checkpoints
 from qkv.jobs.loaded.loaded_layers import LoadedLayers
@@ -174,8 +175,10 @@ def build_models() -> None:
     """
     run_models.build(catalogue.variants().values())
     drawn_or_judged, _ = verify.new_models()
-    for body_type in (compare.new_body_type(), sweep.new_body_type(), drawn_or_judged):
+    other = (convert.BODY_TYPE, LayersRequest)
+    for body_type in (compare.new_body_type(), sweep.new_body_type(), drawn_or_judged, *other):
         known_type(body_type)
+    variants.router()  # what FastAPI imports for the first route
 
 
 def load_layers(settings: Settings) -> LoadedLayers:

@@ -85,7 +85,7 @@ def _branch(value: Any) -> str:
     return _CHECKED[check is not None]
 
 
-_Body = Annotated[
+BODY_TYPE: Any = Annotated[
     Annotated[ConvertRequest, Tag(_CHECKED[0])] | Annotated[DetectRequest, Tag(_CHECKED[1])],
     Discriminator(_branch),
 ]
@@ -173,7 +173,7 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
         },
     )
     async def convert_weights(
-        request: Request, body: _Body, received: Received, wait_s: Deadline
+        request: Request, body: BODY_TYPE, received: Received, wait_s: Deadline
     ) -> Response:
         assert received.admission is not None
         received.admission.grow(working_bytes(received.message))
