@@ -27,7 +27,7 @@ BLOCKS: Final[Sequence[tuple[str, str]]] = re.findall(
 )
 ADDRESS: Final = "http://127.0.0.1:8000"
 
-pytestmark = pytest.mark.representative
+pytestmark = pytest.mark.slow
 
 
 def run(words: Sequence[str], folder: Path, url: str) -> str:

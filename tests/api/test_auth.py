@@ -96,6 +96,7 @@ def test_probes_need_no_key(guarded: Server, path: str) -> None:
         assert guarded.http.request(method, path, headers=bearer("wrong")).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 def test_each_key_gives_access_to_every_path(guarded: Server, key: str) -> None:
     for headers in (bearer(key), {"Authorization": f"bearer  {key}"}):
@@ -173,7 +174,7 @@ def test_clients_send_the_key(guarded: Server) -> None:
         assert not bad or bad not in str(raised.value)
 
 
-@pytest.mark.representative
+@pytest.mark.slow
 def test_commands_send_the_key(guarded: Server, command: Callable[..., Process]) -> None:
     process = command("variants", "--url", guarded.url, QKV_API_KEY=KEYS[0])
     assert process.wait() == 0, process.lines
@@ -214,6 +215,7 @@ def test_keys_are_in_no_log_and_no_response(
     assert KEYS[0] not in repr(guarded.runtime.settings)
 
 
+@pytest.mark.slow
 def test_document_lists_operations_that_need_a_key(guarded: Server, server: Server) -> None:
     document = guarded.http.get("/openapi.json", headers=bearer(KEYS[0])).json()
     openapi_spec_validator.validate(document)

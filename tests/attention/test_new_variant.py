@@ -23,6 +23,8 @@ INPUTS: Final = {"query": QUERY, "key": KEY, "value": VALUE}
 
 RUN: Final = "/v1/attention/uniform"
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def http(copied_service: CopiedService) -> httpx.Client:
@@ -31,7 +33,6 @@ def http(copied_service: CopiedService) -> httpx.Client:
     return copied_service.http
 
 
-@pytest.mark.slow
 def test_new_variant_is_in_the_catalogue(http: httpx.Client) -> None:
     entries = {v["variant"]: v for v in http.get("/v1/variants").json()["variants"]}
     assert "softmax" in entries
