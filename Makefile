@@ -51,10 +51,10 @@ PYTEST = .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 test: .venv/.installed ## run most tests, some of every kind, in about five minutes
 	@$(PYTEST) --part quick $(ARGS)
 
-test-rest: .venv/.installed ## run the tests that `make test` left, in about eighteen minutes
+test-rest: .venv/.installed ## run the tests that `make test` left, in about twenty minutes
 	@$(PYTEST) --part rest $(ARGS)
 
-test-all: .venv/.installed ## run every test, in about twenty-three minutes
+test-all: .venv/.installed ## run every test, in about twenty-five minutes
 	@$(PYTEST) $(ARGS)
 
 check: .venv/.installed ## check lint, formatting and types
