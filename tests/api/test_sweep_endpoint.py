@@ -221,6 +221,7 @@ def test_device_process_sweeps(command: Callable[..., Process]) -> None:
         events = list(parse_events(response.iter_lines()))
     assert [name for name, _ in events] == ["progress", "cell"] * 4 + ["done"]
     assert all(what.keys() == CELL for name, what in events if name == "cell")
+    assert process.end() == 0, process.lines
 
 
 def test_documented_example_runs(url: str) -> None:

@@ -70,6 +70,7 @@ def test_processes_share_the_layers(
     assert len(held) == len(processes)
     # every page is in memory once; parts of a page are rounded down
     assert size * 0.9 < sum(held) <= size
+    assert service.end() == 0
 
 
 def client_json(service: Process, path: str) -> dict[str, list[dict[str, object]]]:

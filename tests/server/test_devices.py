@@ -90,6 +90,7 @@ def test_metrics_and_statistics_are_sums_over_both(start: Start) -> None:
         )  # fmt: skip
         text = http.get("/metrics").text
         assert 'qkv_build_info{device="cpu,cpu",version="0.1.0"} 1.0' in text
+    assert service.end() == 0
 
 
 @pytest.mark.process

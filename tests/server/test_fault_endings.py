@@ -222,6 +222,7 @@ def test_clients_that_retry_see_no_error_when_the_service_is_restarted(
         first.wait_until_seen("patient client right")
         first.wait_until_seen("client right")
     assert not {"client wrong", "patient client wrong"} & set(seen)
+    assert second.process.end() == 0
 
 
 @pytest.mark.slow

@@ -76,6 +76,7 @@ def test_driver_is_untouched_before_each_fork(serve_checked: Serve) -> None:
     workers = set(child_pids(service.popen.pid)) - {device_process}
     replace(service, min(workers))
     replace(service, device_process)
+    assert service.end() == 0
     assert len(forks()) == 6
     for fork in forks():
         assert fork.calls == []
@@ -84,8 +85,9 @@ def test_driver_is_untouched_before_each_fork(serve_checked: Serve) -> None:
 
 
 def test_check_finds_a_supervisor_that_looks_for_the_device(serve_checked: Serve) -> None:
-    _, forks = serve_checked(
+    service, forks = serve_checked(
         "--workers", "1", is_forked=True, QKV_DEVICE="cpu", **{LOOK_FIRST: "yes"}
     )
+    assert service.end() == 0
     assert len(forks()) == 2
     assert all("torch.accelerator.current_accelerator" in fork.calls for fork in forks())

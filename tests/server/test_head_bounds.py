@@ -65,6 +65,7 @@ def test_endless_heads_and_trailers_take_no_memory(command: Command) -> None:
         send(to, before + TINY_HEADERS)
     assert status_of(started.url, "/livez") == 200
     assert resident_bytes(worker) - resident_before < 32 << 20
+    assert started.end() == 0
 
 
 def test_pipelined_requests_take_no_memory(command: Command) -> None:
@@ -85,6 +86,7 @@ def test_pipelined_requests_take_no_memory(command: Command) -> None:
         assert received
         assert resident_bytes(worker) - resident_before < 16 << 20
     assert status_of(started.url, "/livez") == 200
+    assert started.end() == 0
 
 
 @pytest.mark.parametrize("lines", [b"a:\r\n" * 110, b"a: %b\r\n" % (b"v" * 1000) * 70])

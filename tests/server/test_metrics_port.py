@@ -77,6 +77,7 @@ def test_metrics_are_counted_with_device_processes(command: Command) -> None:
     assert started.url
     text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
     assert 'qkv_device_process_up{device="cpu",process="0"} 1.0\n' in text
+    assert started.end() == 0
 
 
 def test_port_that_does_not_exist_is_an_error() -> None:

@@ -84,6 +84,7 @@ def test_variants_of_a_folder_are_served(tmp_path: Path, command: Callable[..., 
         )
     )
     assert np.allclose(run_cosine(url), expected_output(), rtol=1e-6)
+    assert service.end() == 0
 
 
 @pytest.mark.parametrize(

@@ -27,3 +27,4 @@ def forked_service(program: Sequence[str] = ("-m", "qkv"), **settings: str) -> I
         found = re.search(r"http://(\S+):(\d+) \(\w+, (\d+) worker", process.lines[0])
         assert found is not None, process.lines
         yield Service((found[1], int(found[2])), process.popen.pid, int(found[3]))
+        assert process.end() == 0

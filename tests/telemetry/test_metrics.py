@@ -394,6 +394,7 @@ def test_every_worker_sums_over_all_processes_and_killed_ones(
     total += 8 * 2 * 4
     wait_until(lambda: value(url, "requests_total", variant="softmax", outcome="ok") == total)
     assert value(url, "batch_size_sum", variant="softmax") == total
+    assert service_process.end() == 0
 
 
 def test_metrics_with_a_device_process(command: Callable[..., Process]) -> None:
@@ -408,6 +409,7 @@ def test_metrics_with_a_device_process(command: Callable[..., Process]) -> None:
     computed = value(url, "device_seconds_total", variant="softmax")
     assert 0 < computed <= value(url, "compute_seconds_sum", variant="softmax") * 1.001
     assert value(url, "workers") == 2
+    assert service_process.end() == 0
 
 
 @pytest.mark.gpu

@@ -178,7 +178,7 @@ def build_models() -> None:
     other = (convert.BODY_TYPE, LayersRequest)
     for body_type in (compare.new_body_type(), sweep.new_body_type(), drawn_or_judged, *other):
         known_type(body_type)
-    variants.router()  # what FastAPI imports for the first route
+    variants.router()  # FastAPI imports more modules when it makes its first route
 
 
 def load_layers(settings: Settings) -> LoadedLayers:

@@ -104,6 +104,7 @@ def test_memory_of_a_killed_worker_is_free_again(start: Start, gate: Path) -> No
     wait_until(lambda: status_of(service_process.url, "/readyz") == 200)
     assert device_process_pid(service_process) == device
     assert post(service_process.url, body(**large)).is_success
+    assert service_process.end() == 0
 
 
 def test_memory_of_a_large_request_returns_to_the_system(shared: Process) -> None:

@@ -181,7 +181,7 @@ def _body(variant: Variant, name: str, base: type[JobFields], fields: Fields, mo
             **fields,
         )
     validator = PlainValidator(lambda body: body, json_schema_input_type=json_type)
-    return Annotated[Any, validator, Body()]  # pydantic would build the schema of another type
+    return Annotated[Any, validator, Body()]  # of a class pydantic would build a schema too
 
 
 @cache
