@@ -29,7 +29,7 @@ def _fitting(case: Case) -> Fitting:
     return Fitting(case.formatted_path, zlib.crc32(repr(case.body).encode()))
 
 
-def takes_tensors(path: str) -> bool:
+def _takes_tensors(path: str) -> bool:
     families = ("attention/", "gradients/", "verify/", "convert", "compare", "sweep")
     return path.startswith(tuple(f"/v1/{f}" for f in families)) or path.endswith("/infer")
 
@@ -50,7 +50,7 @@ def map_case(context: schemathesis.HookContext, case: Case) -> Case:
     # 504 after a short deadline is no fault
     if _is_number(case.headers and case.headers.get(_DEADLINE)):
         case.headers[_DEADLINE] = "60"
-    if case.meta is None or not takes_tensors(case.operation.path):
+    if case.meta is None or not _takes_tensors(case.operation.path):
         return case
     if str(case.headers.get(LENGTH_HEADER, "")).isdigit():
         # the serializer sets the length of the JSON

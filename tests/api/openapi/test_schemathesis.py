@@ -4,9 +4,8 @@ SCHEMATHESIS_EXAMPLES is the number of random bodies for each operation. By defa
 operation of runs and one of gradients are checked, those with the fewest inputs: the others have
 the same parts, such as the 300 wrong spellings of a tensor. They differ in what the other test
 sends, and in what `test_document.py` compares. A comparison has the same parts too, many times:
-half of all bodies. It gets random ones here, and others in `test_compare_refusals.py`. Bodies that
-repeat others are not sent either: `support/schemathesis_repetitions.py` says which. By hand, with
-everything:
+half of all bodies. It gets random ones here, and others in `test_compare_refusals.py`. By hand,
+with everything:
 
     SCHEMATHESIS_EXAMPLES=300 make test-all ARGS=tests/api/openapi/test_schemathesis.py
 """
@@ -49,7 +48,6 @@ def test_every_check_of_schemathesis_passes(serve: Callable[..., Server], tmp_pa
     """Checks examples, boundaries, random bodies and sequences of requests, valid and invalid."""
     served = serve()
     (tmp_path / "schemathesis.toml").write_text("" if EXAMPLES else QUICK)
-    hooks = "schemathesis_hooks" if EXAMPLES else "schemathesis_repetitions"
     led = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [
@@ -58,7 +56,7 @@ def test_every_check_of_schemathesis_passes(serve: Callable[..., Server], tmp_pa
             *(() if EXAMPLES else ("--exclude-path-regex", OTHER_VARIANTS)),
         ],
         cwd=tmp_path,  # it reads the configuration there, and writes files
-        env=os.environ | {"SCHEMATHESIS_HOOKS": f"support.{hooks}", "PYTHONPATH": led},
+        env=os.environ | {"SCHEMATHESIS_HOOKS": "support.schemathesis_hooks", "PYTHONPATH": led},
         capture_output=True,
         text=True,
         check=False,
