@@ -207,6 +207,8 @@ def test_errors_are_beside_the_upload_and_the_tensor_whose_role_can_change(
         expect_shown(page.locator("#inputs-error"), message)
         expect(page.get_by_label("Example")).to_have_value("words")  # unchanged
     page.get_by_label("Upload").set_input_files(UPLOADS["npy"])
+    # the message disappears before the files are read
+    expect(page.locator("#tensors .name")).to_have_text(["query", "key", "value"])
     expect(page.locator("#inputs-error")).to_be_hidden()
     choose_example(opened, "words")
     wrong = {"query": QUERY, "key": KEY[:, :3], "value": VALUE}
