@@ -36,7 +36,7 @@ def test_slow_reader_blocks_no_writer() -> None:
             while piece := reader_end.recv(1 << 20):
                 received.append(piece)
 
-        reader = threading.Thread(target=read)
+        reader = threading.Thread(target=read, daemon=True)  # a failed test ends
         reader.start()
         lines.stop()
         wait_until(lambda: "qkv-lines" not in {t.name for t in threading.enumerate()})

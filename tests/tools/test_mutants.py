@@ -100,6 +100,7 @@ def test_mutant_is_found_in_code_that_moved() -> None:
     assert last.place("a = 1\n") is None
 
 
+@pytest.mark.rare("tests/tools")
 @pytest.mark.slow
 def test_tests_of_a_line_are_found_and_the_one_that_fails_is_named(tmp_path: Path) -> None:
     package, tests = tmp_path / "service" / "qkv", tmp_path / "tests"
