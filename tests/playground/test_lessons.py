@@ -107,8 +107,7 @@ def test_lesson_is_followed_by_keys_links_and_history(open_page: Open, server: S
     expect(place).to_have_text("3 of 6")
     expect(page.get_by_label("Variant", exact=True)).not_to_have_value("softmax")
 
-    wait_until_drawn(opened)  # then the page has brought the section of the stop into view
-    page.mouse.wheel(0, -1)  # a user scrolls to the links: the page does not scroll back
+    wait_until_drawn(opened)  # the page brings the section into view: not while the mouse is down
     page.get_by_role("link", name="Why linear is linear").click()
     heading = panel.get_by_role("heading")
     expect(heading).to_have_text("Why linear is linear")
