@@ -35,7 +35,7 @@ export UV_HTTP_TIMEOUT ?= 180
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.serves 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-all check docs page bench clusters capacity gpu accuracy layouts census speed soak examples fuzz mutants audit dist image clean again
+.PHONY: help serve test test-all check docs page bench clusters capacity gpu accuracy layouts census speed soak examples fuzz mutants audit dist image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -50,9 +50,6 @@ PYTEST = .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 test: .venv/.installed ## run most tests, some of every kind, in about five minutes
 	@$(PYTEST) --part quick $(ARGS)
-
-test-rest: .venv/.installed ## run the tests that `make test` left, in about twenty minutes
-	@$(PYTEST) --part rest $(ARGS)
 
 test-all: .venv/.installed ## run every test, in about twenty-five minutes
 	@$(PYTEST) $(ARGS)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from support.quick_tests import PARTS, part_of
+from support.quick_tests import quick_tests
 from support.rare_tests import RareTests
 from support.run_order import GroupScheduling, sort_groups
 from support.run_times import RunTimes
@@ -35,8 +35,8 @@ MARKERS: Final = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options that `make test`, `make test-rest` and `.ci/run` use."""
-    parser.addoption("--part", choices=PARTS, help="run only this part of the tests")
+    """Adds the options that `make test` and `.ci/run` use."""
+    parser.addoption("--part", choices=("quick", "all"), default="all", help="what to run")
     parser.addoption("--only-skip", help="fail if a test without this marker is skipped")
     parser.addoption(
         "--rare-days", type=int, help="leave rare tests that no commit of these days concerns"
@@ -72,8 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if fixture in MARKERS:
                 item.add_marker(MARKERS[fixture])
     yield  # -m selects here, and Hypothesis marks its tests
-    if part := config.getoption("part"):
-        chosen = part_of(items, part)
+    if config.getoption("part") == "quick":
+        chosen = quick_tests(items)
         config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = chosen
     if hasattr(config, "workerinput"):

@@ -1,7 +1,6 @@
-"""The part of the tests that `make test` runs, and the rest.
+"""The part of the tests that `make test` runs: the cheap and the representative ones.
 
-`make test` runs the cheap tests and the representative ones, of each test one case.
-The rest is every other case: no test is in both.
+Of each test it has one case. `.ci/run` and `make test-all` run the others too.
 """
 
 from __future__ import annotations
@@ -13,19 +12,13 @@ from zlib import crc32
 
 import pytest
 
-PARTS: Final = ("quick", "rest")
 EXPENSIVE: Final = frozenset({"process", "browser", "install", "slow"})
 
 
-def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:
-    """Returns the tests of a part in their order.
-
-    Args:
-        items: all tests, with their markers.
-        part: "quick" or "rest".
-    """
+def quick_tests(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns those of all tests that `make test` runs, in their order."""
     quick = set(_one_case_each(filter(_is_quick, items)))
-    return [item for item in items if (item in quick) == (part == "quick")]
+    return [item for item in items if item in quick]
 
 
 def is_expensive(item: pytest.Item) -> bool:
