@@ -43,6 +43,9 @@ PATHS = [
 
 
 @pytest.mark.slow
+@pytest.mark.rare(
+    "service/qkv/api", "service/qkv/wire", "service/qkv/jobs", "tests/support/schemathesis_hooks.py"
+)
 @pytest.mark.timeout(0)  # a run by hand may take long
 def test_every_check_of_schemathesis_passes(serve: Callable[..., Server], tmp_path: Path) -> None:
     """Checks examples, boundaries, random bodies and sequences of requests, valid and invalid."""
