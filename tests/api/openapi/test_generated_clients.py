@@ -171,6 +171,7 @@ def _read(package: Path) -> str:
     return (package / "__init__.py").read_text()
 
 
+@pytest.mark.rare("service/qkv/api", "service/qkv/wire")
 def test_datamodel_code_generator_makes_named_classes(
     server: Server, folder: Path, python_generators: Path
 ) -> None:

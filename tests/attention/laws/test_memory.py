@@ -132,6 +132,7 @@ def measured() -> dict[str, Peak]:
 
 @needs_proc
 @pytest.mark.slow
+@pytest.mark.rare("service/qkv/attention", "tests/support/peak_memory.py")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_path_holds_a_matrix_of_scores(case: Case, measured: dict[str, Peak]) -> None:
     """At N = 16,384 one (L, S) float32 matrix is 1 GiB, of which the peak is a quarter."""
