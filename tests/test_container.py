@@ -268,9 +268,9 @@ def is_healthy(port: int) -> bool:
 
 
 def test_health_check_passes_if_ready_and_fails_if_nothing_listens(
-    process: Process,
+    shared_process: Callable[..., Process],
 ) -> None:
-    port = httpx.URL(process.url).port
+    port = httpx.URL(shared_process("--workers", "1").url).port
     assert port
     assert is_healthy(port)
     with socket.socket() as taken:  # bound but not listening: no other process can use the port

@@ -11,7 +11,6 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +26,7 @@ from qkv.attention import catalogue
 from qkv.attention.layers import layout_catalogue
 from qkv.cli.main import main
 from qkv.settings import Settings
+from support.forked_scripts import run_script
 from support.paths import ROOT
 
 ADDRESS: Final = "http://127.0.0.1:8000"
@@ -147,32 +147,22 @@ def test_every_example_has_its_result_on_the_page(language: str, ran: list[str])
     assert blocks(language) == ran != []
 
 
-def run_script(command: str, url: str, folder: Path) -> tuple[str, str]:
+def run_example(command: str, url: str, folder: Path) -> tuple[str, str]:
     """Runs the script of a page with `command` in it: (its output, the documented one)."""
     ((script, documented),) = (each for each in examples("sh") if command in each[0])
-    done = subprocess.run(
-        ["bash", "-ec", script],
-        cwd=folder,
-        env=os.environ
-        | {"QKV_URL": url, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not done.stderr
-    return done.stdout, documented
+    return run_script(script, folder, QKV_URL=url), documented
 
 
 @pytest.mark.slow
 def test_command_line_example_prints_the_documented_output(url: str, tmp_path: Path) -> None:
-    printed, documented = run_script("qkv attend", url, tmp_path)
+    printed, documented = run_example("qkv attend", url, tmp_path)
     assert re.sub(r"[0-9.]+ ms", "ms", printed) == re.sub(r"[0-9.]+ ms", "ms", documented)
 
 
 @pytest.mark.slow
 def test_compare_and_sweep_example_prints_the_documented_output(url: str, tmp_path: Path) -> None:
     """Times, figures that depend on them, and the last digits of the processor are not compared."""
-    printed, documented = run_script("qkv compare", url, tmp_path)
+    printed, documented = run_example("qkv compare", url, tmp_path)
     labels = ("total variation", "KL", "Jensen", "rank", "entropy", "floating", "bytes")
     exact = [
         [line.split() for line in text.splitlines() if line.strip().startswith(labels)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import qkv
+from support.forked_scripts import run_program
 from support.paths import ROOT
 
 PACKAGE = Path(qkv.__file__).parent
@@ -109,14 +110,15 @@ def test_import_of_qkv_imports_no_torch_and_no_matplotlib() -> None:
 
 
 @pytest.mark.slow
-def test_service_needs_no_matplotlib() -> None:
+def test_service_needs_no_matplotlib(tmp_path: Path) -> None:
+    """A process that has imported all of a service has not imported it, and then finds none."""
     code = (
-        "import sys; sys.modules['matplotlib'] = None; from qkv.api.app import create_app; "
+        "import sys; assert 'qkv.api.app' in sys.modules; assert 'matplotlib' not in sys.modules; "
+        "sys.modules['matplotlib'] = None; from qkv.api.app import create_app; "
         "from qkv.api.endpoints.variants import entry; from qkv.attention import catalogue; "
         "print(entry(catalogue.find('softmax')).picture)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "/v1/variants/softmax/picture"
+    assert run_program(code, tmp_path).strip() == "/v1/variants/softmax/picture"
 
 
 def test_public_names_are_sorted_and_defined() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -13,6 +10,7 @@ from typing import Final
 import pytest
 
 from support import minilm
+from support.forked_scripts import run_program, run_script
 from support.paths import ROOT
 from support.processes import Process
 
@@ -30,19 +28,11 @@ ADDRESS: Final = "http://127.0.0.1:8000"
 pytestmark = pytest.mark.slow
 
 
-def run(words: Sequence[str], folder: Path, url: str) -> str:
-    """Returns what a command prints."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        words,
-        cwd=folder,
-        env=os.environ | {"QKV_URL": url, "PATH": path, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.replace(url, ADDRESS)
+def run(kind: str, text: str, folder: Path, url: str) -> str:
+    """Returns what a script or a program prints."""
+    start = run_program if kind == "python" else run_script
+    printed = start(text.replace(ADDRESS, url), folder, QKV_URL=url, HF_HUB_OFFLINE="1")
+    return printed.replace(url, ADDRESS)
 
 
 def test_six_commands_lead_to_a_heat_map(tmp_path: Path, command: Callable[..., Process]) -> None:
@@ -53,7 +43,7 @@ def test_six_commands_lead_to_a_heat_map(tmp_path: Path, command: Callable[..., 
     commands = [(kind, text) for kind, text in BLOCKS if kind]
     results = [text for kind, text in BLOCKS if not kind]
     assert [kind for kind, _ in commands] == ["sh", "sh", "sh", "python", "sh", "python"]
-    found = run(["bash", "-ec", commands[0][1]], tmp_path, ADDRESS)
+    found = run(*commands[0], tmp_path, ADDRESS)
     assert re.sub(r"error [0-9.e-]+", "error", found) == re.sub(
         r"error [0-9.e-]+", "error", results[0]
     )
@@ -63,12 +53,7 @@ def test_six_commands_lead_to_a_heat_map(tmp_path: Path, command: Callable[..., 
     service = command("serve", "--port", "0", "--workers", "1", "--checkpoint",
         f"{name}={tmp_path / folder}")  # fmt: skip
     for (kind, text), documented in zip(commands[2:], results[1:], strict=True):
-        if kind == "python":
-            program = text.replace(ADDRESS, service.url)
-            (tmp_path / "program.py").write_text(program)
-            printed = run([sys.executable, "program.py"], tmp_path, service.url)
-        else:
-            printed = run(["bash", "-ec", text], tmp_path, service.url)
+        printed = run(kind, text, tmp_path, service.url)
         varying = r"[0-9.]+ ms|error of [0-9.e-]+|with qkv .*"
         assert re.sub(varying, "...", printed) == re.sub(varying, "...", documented)
     assert (tmp_path / "heads.png").stat().st_size > 10_000

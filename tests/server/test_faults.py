@@ -35,8 +35,10 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
             return started[name, stuck_s]
 
         yield service_of
+        for service in started.values():  # all at once: each drains for a second
+            service.process.popen.terminate()
         for service in started.values():
-            assert service.process.end() == 0
+            assert service.process.wait() == 0
 
 
 @pytest.mark.slow

@@ -71,22 +71,30 @@ def test_silent_client_gets_408(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "head", [LIVE[:-2] + b"X: ", RUN.replace(b"Length: ", b"Length: 9"), CHUNKED]
-)
-def test_trickling_client_gets_408(short_read_timeout: Server, head: bytes) -> None:
-    piece = b"1\r\n \r\n" if head is CHUNKED else b" "
-    with open_connection(short_read_timeout) as connection:
-        connection.settimeout(0.05)
-        connection.sendall(head)
-        started_at, received = time.monotonic(), b""
-        while not received:
+def test_trickling_client_gets_408(short_read_timeout: Server) -> None:
+    """The pieces are of a line, of a body, and of a body in chunks: three clients at a time."""
+    pieces = {
+        LIVE[:-2] + b"X: ": b" ",
+        RUN.replace(b"Length: ", b"Length: 9"): b" ",
+        CHUNKED: b"1\r\n \r\n",
+    }
+    received = dict.fromkeys(pieces, b"")
+    with ExitStack() as stack:
+        opened = {head: stack.enter_context(open_connection(short_read_timeout)) for head in pieces}
+        for head, connection in opened.items():
+            connection.settimeout(0.02)
+            connection.sendall(head)
+        started_at = time.monotonic()
+        while not all(received.values()):
             assert time.monotonic() - started_at < TIMEOUT_S
-            with contextlib.suppress(TimeoutError):
-                received = connection.recv(100)
-            with contextlib.suppress(ConnectionError):
-                connection.send(piece)
-    assert received.startswith(b"HTTP/1.1 408 ")
+            for head, connection in opened.items():
+                if not received[head]:
+                    with contextlib.suppress(TimeoutError):
+                        received[head] = connection.recv(100)
+                    with contextlib.suppress(ConnectionError):
+                        connection.send(pieces[head])
+    for head, answer in received.items():
+        assert answer.startswith(b"HTTP/1.1 408 "), head
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from service import running_service
 
+from support.forked_services import forked_service
 from tools import soak
 from tools.fuzz_decoders import TARGETS, run_random
 from tools.soak_requests import LENGTHS, generate_soak_requests
@@ -19,7 +19,7 @@ def test_short_soak_passes() -> None:
         "QKV_MAX_RESPONSE_BYTES": str(soak.MAX_RESPONSE_BYTES),
     }
     requests = list(islice(generate_soak_requests([min(LENGTHS)]), 40))
-    with running_service(QKV_WORKERS="2", **limits) as service:
+    with forked_service(QKV_WORKERS="2", **limits) as service:
         results = soak.run_soak(service, requests, seconds := 4.0)
         text, is_passed = soak.format_report(results, seconds, service.workers)
     assert is_passed, text
