@@ -39,6 +39,19 @@ MARKS = {
         "service/qkv/models",
         "service/qkv/jobs/measure",
     ),
+    "checkpoint": pytest.mark.rare(
+        "examples/checkpoint.ipynb",
+        "examples/execute.py",
+        "service/qkv/wire/checkpoint",
+        "service/qkv/jobs/loaded",
+        "service/qkv/attention/layers",
+    ),
+    "lessons": pytest.mark.rare(
+        "examples/lessons.ipynb",
+        "examples/execute.py",
+        "service/qkv/attention/variants",
+        "service/qkv/jobs/measure",
+    ),
     "decoding": pytest.mark.rare(
         "examples/decoding.ipynb", "examples/execute.py", "service/qkv/jobs/measure"
     ),
