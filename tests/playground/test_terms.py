@@ -37,6 +37,7 @@ def test_term_has_a_tooltip_on_focus_and_on_hover(open_page: Open, server: Serve
     page.get_by_role("button", name="All columns").click()
     page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
     tooltip = page.get_by_role("tooltip")
+    page.clock.install()  # the page hides the tooltip 150 ms after the pointer has left it
     for width in (390, 1440):
         page.set_viewport_size({"width": width, "height": 900})
         for name, words in TERMS.items():
@@ -52,9 +53,10 @@ def test_term_has_a_tooltip_on_focus_and_on_hover(open_page: Open, server: Serve
             button.hover()
             expect_shown(tooltip, words)
             tooltip.hover()  # the pointer can move onto the tooltip
-            page.wait_for_timeout(300)
+            page.clock.run_for(300)
             tooltip.wait_for()
             page.mouse.move(1, 1)
+            page.clock.run_for(300)
             expect(tooltip).to_be_hidden()
 
 
