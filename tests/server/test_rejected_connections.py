@@ -66,7 +66,7 @@ def slow_senders(process: Process) -> Iterator[Callable[[], bytes]]:
 
 
 def test_killed_worker_is_replaced_beside_slow_senders(start: Command) -> None:
-    # a new worker that has accepted one of them drains until the end, because it never ends
+    # a new worker that has accepted a slow sender drains for the whole time: the sender never ends
     service = start(QKV_STUCK_S="1", QKV_DRAIN_S="1")
     assert status_of(service.url, "/livez") == 200
     (victim,) = child_pids(service.popen.pid)
